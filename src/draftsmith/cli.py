@@ -1,0 +1,194 @@
+"""The command line: verbs that parse, call one library function, and turn errors into one line and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 usage, 130/143 stopped on request after saving.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from draftsmith import __version__
+from draftsmith.errors import DraftsmithError, PipelineError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Train, check and export draft models for speculative decoding, in one process.",
+)
+
+TargetOption = Annotated[str, typer.Option(help="Hugging Face folder or id, or a .gguf file.")]
+DrafterOption = Annotated[Path, typer.Option(help="Exported drafter or checkpoint folder.")]
+DtypeOption = Annotated[Literal["fp32", "bf16"], typer.Option(help="Compute type of target and drafter.")]
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the whole traceback of an error.")] = False,
+) -> None:
+    if version:
+        _say(__version__)
+        raise typer.Exit
+    global _show_traceback  # noqa: PLW0603 - read once, when the process ends
+    _show_traceback = traceback
+
+
+_show_traceback = False
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where everything goes; an interrupted demo goes on from there.")] = Path(
+        "runs/demo"
+    ),
+) -> None:
+    """Build a small target, train a drafter for it, check it, export it. Needs nothing but this machine.
+
+    Example: `draftsmith demo`
+    """
+    from draftsmith.demo.job import run_demo
+
+    raise typer.Exit(_exit_code(run_demo(folder, _say)))
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option("--config", help="YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Override single keys.")] = None,
+    resume: Annotated[str | None, typer.Option(help="`latest`, or a checkpoint-N folder.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and stop.")] = False,
+) -> None:
+    """Train a drafter.
+
+    Example: `draftsmith train --config examples/qwen3-8b.yaml train.lr=3e-4 run.dir=runs/first`
+    """
+    from draftsmith import build
+    from draftsmith.config import load_config
+
+    settings = load_config(config, overrides)
+    if dry_run:
+        for line in build.resolve(settings).describe():
+            _say(line)
+        return
+    outcome = build.train(settings, resume=resume, say=_say)
+    if outcome.signal_number is not None:
+        _say(f"stopped on request at step {outcome.step}; saved in {settings.run.dir}. Go on with --resume latest")
+        raise typer.Exit(128 + outcome.signal_number)
+    _say(f"done: {outcome.step} steps, drafter in {settings.run.dir}/checkpoint-{outcome.step}")
+
+
+@app.command()
+def evaluate(
+    target: TargetOption,
+    drafter: DrafterOption,
+    prompts: Annotated[Path, typer.Option(help="JSONL with `messages` or `text`.")],
+    count: Annotated[int, typer.Option(min=1, help="Prompts to decode.")] = 50,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    dtype: DtypeOption = "fp32",
+    device: Annotated[str, typer.Option(help="`auto`, `cpu` or `cuda:N`.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
+) -> None:
+    """Measure tau, identity with plain greedy decoding, and both speeds.
+
+    Example: `draftsmith evaluate --target runs/demo/target --drafter runs/demo/drafter --prompts runs/demo/held-out.jsonl`
+    """
+    import json
+
+    from draftsmith import build
+    from draftsmith.evaluate.suite import decode_both_ways, load_prompts, summarise
+
+    loaded, speculator = build.load_pair(target, drafter, dtype=dtype, device=device)
+    chosen = load_prompts(loaded, prompts, count)
+    results = list(decode_both_ways(loaded, speculator, chosen, max_new_tokens))
+    text = json.dumps(summarise(results, speculator.config.block_size), indent=2)
+    _say(text)
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
+
+
+@app.command()
+def generate(
+    target: TargetOption,
+    drafter: DrafterOption,
+    prompt: Annotated[str, typer.Argument(help="What the user says.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    dtype: DtypeOption = "fp32",
+    device: Annotated[str, typer.Option(help="`auto`, `cpu` or `cuda:N`.")] = "auto",
+) -> None:
+    """Answer one prompt by speculative decoding: the target's own greedy answer, in fewer passes.
+
+    Example: `draftsmith generate --target runs/demo/target --drafter runs/demo/drafter "Reverse this list: cat, dog, owl, bee"`
+    """
+    from draftsmith import build
+    from draftsmith.data.chat import encode_prompt
+
+    loaded, speculator = build.load_pair(target, drafter, dtype=dtype, device=device)
+    ids = encode_prompt(loaded.tokenizer, [{"role": "user", "content": prompt}])
+    decoded = speculator.decode(ids, max_new_tokens)
+    _say(str(loaded.tokenizer.decode(decoded.ids, skip_special_tokens=True)))
+    print(f"[{len(decoded.ids)} tokens in {decoded.target_passes} target passes, tau {decoded.tau:.2f}]", file=sys.stderr)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint-N folder, or a run folder (its newest whole checkpoint).")],
+    out: Annotated[Path, typer.Argument(help="New folder.")],
+    format: Annotated[
+        Literal["dflash", "speculators"], typer.Option(help="dflash (also vLLM, SGLang) or speculators.")
+    ] = "dflash",
+    dtype: DtypeOption = "bf16",
+    target: Annotated[str | None, typer.Option(help="The target; needed for speculators.")] = None,
+) -> None:
+    """Write a trained drafter in a public format.
+
+    Example: `draftsmith export runs/demo/train runs/demo/drafter --format dflash`
+    """
+    from draftsmith import build
+
+    build.export(checkpoint, out, format=format, dtype=dtype, target=target)
+    _say(f"exported to {out}")
+
+
+def _exit_code(signal_number: int | None) -> int:
+    return 0 if signal_number is None else 128 + signal_number
+
+
+def _leave(code: int) -> None:
+    """End the process even if a worker is stuck in foreign code; everything worth keeping is already on disk."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits with the codes named above."""
+    try:
+        code: Any = app(args=arguments, standalone_mode=False)
+    except DraftsmithError as error:
+        if _show_traceback:
+            raise
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", []))
+        print(f"error: {error}{notes}", file=sys.stderr)
+        if isinstance(error, PipelineError):
+            print("run again as `draftsmith --traceback …` to see where", file=sys.stderr)
+            _leave(error.exit_code)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted before anything was running; nothing to save", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:  # typer's usage errors know how to show themselves
+        show = getattr(error, "show", None)
+        if show is None:
+            raise
+        show()
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,1 @@
+"""Text to packed tokens: records, chat template and loss mask, packing."""

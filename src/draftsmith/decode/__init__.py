@@ -1,0 +1,1 @@
+"""Decoding: draft, verify, accept; and plain greedy decoding to compare with."""

@@ -1,0 +1,154 @@
+"""Speculative decoding of one prompt: the drafter proposes a block, the target checks it in one pass, a prefix is kept.
+
+Greedy: the output is exactly the target's own. Caches are cropped to what was accepted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache
+
+from draftsmith.decode.acceptance import accept_greedy
+from draftsmith.draft.model import Drafter, KeyValue
+from draftsmith.errors import UsageError
+from draftsmith.target.capture import Recorder
+from draftsmith.target.load import Target, share_weights
+
+FeatureFilter = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """New token ids (the stop token included), tokens kept by each check, and the number of target passes."""
+
+    ids: list[int]
+    kept: list[int]
+    target_passes: int
+
+    @property
+    def tau(self) -> float:
+        """Mean kept tokens per check: accepted ones plus the one the target adds."""
+        return sum(self.kept) / len(self.kept) if self.kept else 0.0
+
+
+class _DraftCache:
+    """The drafter's context keys and values, grown by accepted positions only: block slots never enter it."""
+
+    def __init__(self) -> None:
+        self.layers: list[KeyValue] = []
+
+    def extend(self, new: list[KeyValue]) -> None:
+        if not self.layers:
+            self.layers = new
+            return
+        self.layers = [
+            KeyValue(torch.cat([old.key, more.key], dim=2), torch.cat([old.value, more.value], dim=2))
+            for old, more in zip(self.layers, new, strict=True)
+        ]
+
+
+def _crop(cache: DynamicCache, length: int) -> None:
+    # A negative count means "remove so many"; positive ones once meant a length and are deprecated.
+    cache.crop(length - cache.get_seq_length())
+
+
+def check_prompt(target: Target, prompt: list[int]) -> None:
+    """Refuse an empty prompt or ids outside the target's vocabulary, on the host."""
+    if not prompt:
+        raise UsageError("the prompt has no tokens; give some text")
+    worst = max(prompt, key=lambda i: (i >= target.vocab_size) or (i < 0))
+    if not 0 <= worst < target.vocab_size:
+        raise UsageError(f"prompt token id {worst} is outside the target's {target.vocab_size} embedding rows")
+
+
+@torch.inference_mode()
+def decode_plain(target: Target, prompt: list[int], max_new_tokens: int) -> Decoded:
+    """Plain greedy decoding with a cache, one token a pass."""
+    check_prompt(target, prompt)
+    cache = DynamicCache(config=target.model.config)
+    ids, new = torch.tensor([prompt], device=target.device), []
+    while len(new) < max_new_tokens:
+        logits = target.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        token = int(logits[0, -1].argmax())
+        new.append(token)
+        if token in target.end_ids:
+            break
+        ids = torch.tensor([[token]], device=target.device)
+    return Decoded(new, [1] * (len(new) - 1), len(new))
+
+
+class Speculator:
+    """A target and a drafter ready to decode together; owns a hooked copy of the target over the same weights."""
+
+    def __init__(self, target: Target, drafter: Drafter, features: FeatureFilter | None = None) -> None:
+        config = drafter.config
+        if (config.hidden_size, config.num_target_layers) != (target.hidden_size, target.num_layers):
+            raise UsageError(
+                f"drafter expects a target of width {config.hidden_size} with {config.num_target_layers} layers, but "
+                f"'{target.name}' has width {target.hidden_size} and {target.num_layers} layers; use the target it was trained for"
+            )
+        self.target, self.drafter, self.config = target, drafter.eval(), config
+        self._features = features
+        self._model = share_weights(target.model)
+        blocks = self._model.get_decoder().layers  # type: ignore[operator]
+        self._recorder = Recorder(blocks, config.target_layer_ids)
+
+    def _pass(self, ids: list[int], cache: DynamicCache, keep: int) -> tuple[Tensor, Tensor]:
+        """One target pass over new ids: greedy choices of the last `keep` positions (all if 0), features [1, T, n*D]."""
+        tokens = torch.tensor([ids], device=self.target.device)
+        logits = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+        features = self._recorder.take(self.config.hidden_size)
+        return logits[0].argmax(dim=-1), features if self._features is None else self._features(features)
+
+    def _draft(self, cache: _DraftCache, features: Tensor, seen: int, token: int, slots: int) -> Tensor:
+        """Propose `slots - 1` tokens after `token`, which stands at position `seen`; the features lead up to it."""
+        device = self.target.device
+        # The drafter computes in its caller's dtype; the target's states decide it.
+        start = seen - features.shape[1]
+        cache.extend(self.drafter.encode_context(features, torch.arange(start, seen, device=device)[None]))
+        ids = torch.full((1, slots), self.config.mask_token_id, device=device)
+        ids[0, 0] = token
+        positions = torch.arange(seen, seen + slots, device=device)[None]
+        hidden = self.drafter(F.embedding(ids, self.target.embedding), positions, cache.layers, self._masks(seen, slots))
+        return (hidden[0, 1:] @ self.target.head.T).argmax(dim=-1)
+
+    def _masks(self, seen: int, slots: int) -> dict[str, Tensor] | None:
+        if self.config.sliding_window is None:
+            return None
+        key = torch.arange(seen + slots, device=self.target.device)[None, :]
+        query = seen + torch.arange(slots, device=self.target.device)[:, None]
+        everything = torch.ones(slots, seen + slots, dtype=torch.bool, device=self.target.device)
+        sliding = (key >= seen - self.config.sliding_window) & (key <= query)
+        return {"full_attention": everything[None, None], "sliding_attention": sliding[None, None]}
+
+    @torch.inference_mode()
+    def decode(self, prompt: list[int], max_new_tokens: int) -> Decoded:
+        """Greedy speculative decoding; the same ids as `decode_plain` in exact arithmetic."""
+        check_prompt(self.target, prompt)
+        target_cache, draft_cache = DynamicCache(config=self._model.config), _DraftCache()
+        # Layers with bounded state (sliding windows, recurrences) must remember enough to be cropped back.
+        target_cache.activate_past_recording()
+        choices, features = self._pass(prompt, target_cache, keep=1)
+        _crop(target_cache, len(prompt))
+        new, kept, passes = [int(choices[-1])], [], 1
+        while len(new) < max_new_tokens and new[-1] not in self.target.end_ids:
+            seen = len(prompt) + len(new) - 1
+            # Near the end a shorter block is drafted, as the reference does: more could not be kept.
+            slots = min(self.config.block_size, max_new_tokens - len(new) + 1)
+            drafted = self._draft(draft_cache, features, seen, new[-1], slots)
+            choices, features = self._pass([new[-1], *drafted.tolist()], target_cache, keep=0)
+            passes += 1
+            agreed, added = accept_greedy(drafted, choices)
+            fresh = [*drafted[:agreed].tolist(), added][: max_new_tokens - len(new)]
+            for place, token in enumerate(fresh):
+                if token in self.target.end_ids:
+                    fresh = fresh[: place + 1]
+                    break
+            new += fresh
+            kept.append(len(fresh))
+            _crop(target_cache, seen + len(fresh))
+            features = features[:, : len(fresh)]
+        return Decoded(new, kept, passes)

@@ -1,0 +1,150 @@
+"""One self-contained page for people: key figures, training curves, per-slot accuracy, kept-token histogram, examples."""
+
+import html
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from draftsmith.evaluate.suite import PromptResult
+
+INK, ACCENT, QUIET = "#1d2733", "#0b6e99", "#b8c4ce"
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;color:#1d2733;max-width:62rem;margin:2rem auto;padding:0 1rem}
+h1{margin-bottom:0}h2{margin-top:2.2rem;border-bottom:1px solid #dde3e8;padding-bottom:.2rem}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(11rem,1fr));gap:.8rem;margin:1.4rem 0}
+.figures div{background:#f3f6f8;border-radius:.5rem;padding:.7rem .9rem}.figures b{display:block;font-size:1.6rem}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(26rem,1fr));gap:1rem}svg{width:100%;height:auto}
+table{border-collapse:collapse;width:100%;font-size:.92rem}td,th{text-align:left;padding:.35rem .6rem;border-bottom:1px solid #dde3e8;
+vertical-align:top}pre{margin:0;white-space:pre-wrap;font-size:.82rem}.quiet{color:#5b6b79}
+"""
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
+    """Exponential average, corrected at the start."""
+    smoothed, total, norm = [], 0.0, 0.0
+    for value in values:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        smoothed.append(total / norm)
+    return smoothed
+
+
+def _plot(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6ebef")
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _svg(figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _curve(steps: list[int], values: list[float], title: str, y_label: str) -> tuple[Figure, Axes]:
+    figure, axes = _plot(title, "optimizer step", y_label)
+    axes.plot(steps, values, color=QUIET, linewidth=0.8)
+    axes.plot(steps, _smooth(values), color=ACCENT, linewidth=2)
+    return figure, axes
+
+
+def _bars(values: Sequence[float], first: int, title: str, x_label: str, y_label: str, form: str) -> Figure:
+    figure, axes = _plot(title, x_label, y_label)
+    places = list(range(first, first + len(values)))
+    bars = axes.bar(places, values, color=ACCENT)
+    axes.bar_label(bars, labels=[format(v, form) for v in values], fontsize=9, color=INK)
+    axes.set_xticks(places)
+    return figure
+
+
+def _plots(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [m for m in metrics if m["kind"] == "step"]
+    measured = [m for m in metrics if m["kind"] == "evaluation"]
+    drawn = []
+    if rows:
+        steps = [row["step"] for row in rows]
+        drawn.append(_svg(_curve(steps, [row["loss"] for row in rows], "Training loss", "weighted cross-entropy, nats")[0]))
+        figure, axes = _curve(steps, [row["tau_estimate"] for row in rows], "Acceptance length", "tokens kept per check")
+        if measured:
+            axes.plot(
+                [m["step"] for m in measured], [m["tau"] for m in measured], "o-", color="#c2571a", label="measured by decoding"
+            )
+            axes.legend(frameon=False, loc="lower right")
+        drawn.append(_svg(figure))
+        last = rows[-min(50, len(rows)) :]
+        slots = range(len(last[0]["slot_accuracy"]))
+        accuracy = [sum(row["slot_accuracy"][k] for row in last) / len(last) for k in slots]
+        drawn.append(
+            _svg(_bars(accuracy, 1, "Accuracy per slot, last steps of training", "slot in the block", "share right", ".2f"))
+        )
+    histogram = report.get("kept_histogram")
+    if histogram:
+        drawn.append(_svg(_bars(histogram, 1, "Tokens kept per check, held-out prompts", "tokens kept", "checks", "d")))
+    return drawn
+
+
+def _cards(report: Mapping[str, Any]) -> str:
+    cards = [
+        (f"tau at block size {report['block_size']}", report["tau"]),
+        ("outputs identical to plain greedy", f"{report['identical_prompts']} / {report['prompts']}"),
+        ("speculative / plain, tokens per s", f"{report['speculative_tokens_per_s']} / {report['plain_tokens_per_s']}"),
+        ("target passes, speculative / plain", f"{report['target_passes_speculative']} / {report['target_passes_plain']}"),
+        ("right answers by the target", f"{report['right_answers']} / {report['judged_answers']}"),
+        ("repeated 4-grams", f"{report['repeated_4gram_share']:.1%}"),
+    ]
+    return "".join(f"<div><b>{html.escape(str(value))}</b>{html.escape(name)}</div>" for name, value in cards)
+
+
+def _examples(results: Sequence[PromptResult]) -> str:
+    rows = []
+    for result in results[:12]:
+        mark = {True: "right", False: "wrong", None: "not judged"}[result.right]
+        rows.append(
+            f"<tr><td><pre>{html.escape(result.text)}</pre></td><td>{result.speculative.tau:.2f}</td>"
+            f"<td>{'yes' if result.identical else 'no'}</td><td>{mark}</td></tr>"
+        )
+    return "".join(rows)
+
+
+def write_report(
+    path: Path, report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], results: Sequence[PromptResult]
+) -> None:
+    """Write the page; it refers to nothing outside itself."""
+    controls = "".join(
+        f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{value}</td></tr>"
+        for name, value in {"trained drafter": report["tau"], **report.get("control_tau", {})}.items()
+    )
+    facts = {
+        key: report[key] for key in ("target_threads", "drafter_threads", "steps", "training_chats", "seconds") if key in report
+    }
+    page = f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Draftsmith report</title><style>{STYLE}</style></head><body>
+<h1>Draftsmith report</h1>
+<p class="quiet">{html.escape(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))}</p>
+<div class="figures">{_cards(report)}</div>
+<p class="quiet">tau counts the {report["sound_prompts"]} outputs of which under 30 % of the 4-grams repeat; over all outputs it is
+{report["tau_all"]}. Speeds include each prompt's own pass.</p>
+<h2>Training</h2><div class="plots">{"".join(_plots(report, metrics))}</div>
+<h2>Is it the drafter's work?</h2><table><tr><th>drafter</th><th>tau on the same prompts</th></tr>{controls}</table>
+<h2>Examples</h2><table><tr><th>output</th><th>tau</th><th>identical</th><th>answer</th></tr>{_examples(results)}</table>
+</body></html>
+"""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(page, encoding="utf-8")
+    aside.replace(path)

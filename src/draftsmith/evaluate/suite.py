@@ -1,0 +1,130 @@
+"""Measure a drafter on prompts: tau, accepted lengths, identity with plain greedy decoding, and both speeds."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from draftsmith.data.chat import encode_prompt
+from draftsmith.data.text import read_records
+from draftsmith.decode.speculate import Decoded, Speculator, decode_plain
+from draftsmith.errors import DataError
+from draftsmith.target.load import Target
+
+LOOP_SHARE = 0.30
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as token ids; expected: the right answer's text, where one is known."""
+
+    name: str
+    ids: list[int]
+    expected: str | None = None
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt decoded both ways. plain_s and speculative_s include the prompt's own pass."""
+
+    name: str
+    plain: Decoded
+    speculative: Decoded
+    plain_s: float
+    speculative_s: float
+    text: str
+    right: bool | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether both ways gave the same token ids."""
+        return self.plain.ids == self.speculative.ids
+
+    @property
+    def repeated(self) -> float:
+        """Share of this output's 4-grams that occurred earlier in it."""
+        return repeated_4gram_share(self.speculative.ids)
+
+
+def repeated_4gram_share(ids: Sequence[int]) -> float:
+    """Share of 4-grams that are repeats of an earlier one; 0 for outputs too short to hold any."""
+    grams = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
+    return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def load_prompts(target: Target, path: Path, count: int) -> list[Prompt]:
+    """The first `count` chats of a JSONL file up to their last assistant turn, whose content is the expected answer."""
+    prompts = []
+    for record in read_records(path):
+        if record.messages is None:
+            prompts.append(Prompt(record.name, target.tokenizer(record.text, add_special_tokens=False)["input_ids"]))  # type: ignore[arg-type]
+        else:
+            messages = list(record.messages)
+            expected = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
+            prompts.append(Prompt(record.name, encode_prompt(target.tokenizer, messages), expected))
+        if len(prompts) == count:
+            break
+    if not prompts:
+        raise DataError(f"{path}: no prompts in it; give rows with 'messages' or 'text'")
+    return prompts
+
+
+def decode_both_ways(
+    target: Target, speculator: Speculator, prompts: Sequence[Prompt], max_new_tokens: int
+) -> Iterator[PromptResult]:
+    """Decode each prompt plainly and speculatively, one right after the other so that machine noise falls on both."""
+    for prompt in prompts:
+        start = time.perf_counter()
+        plain = decode_plain(target, prompt.ids, max_new_tokens)
+        middle = time.perf_counter()
+        speculative = speculator.decode(prompt.ids, max_new_tokens)
+        end = time.perf_counter()
+        text = str(target.tokenizer.decode(speculative.ids, skip_special_tokens=True))
+        right = None if prompt.expected is None else text.strip() == prompt.expected.strip()
+        yield PromptResult(prompt.name, plain, speculative, middle - start, end - middle, text, right)
+
+
+def measure_tau(
+    speculator: Speculator, prompts: Sequence[Prompt], max_new_tokens: int, stop: Callable[[], bool]
+) -> float | None:
+    """Mean kept tokens per check over all prompts, speculative decoding only; None if stopped or nothing was checked."""
+    kept: list[int] = []
+    for prompt in prompts:
+        if stop():
+            return None
+        kept += speculator.decode(prompt.ids, max_new_tokens).kept
+    return mean(kept) if kept else None
+
+
+def _tau(results: Sequence[PromptResult]) -> float | None:
+    kept = [k for r in results for k in r.speculative.kept]
+    return round(mean(kept), 4) if kept else None
+
+
+def summarise(results: Sequence[PromptResult], block_size: int) -> dict[str, object]:
+    """The figures of a set of decoded prompts. `tau` counts only outputs that do not loop (under 30 % repeated 4-grams);
+    `tau_all` counts every output. Speeds are over all prompts, tokens per second of whole decodes."""
+    sound = [r for r in results if r.repeated < LOOP_SHARE]
+    kept = [k for r in sound for k in r.speculative.kept]
+    judged = [r for r in results if r.right is not None]
+    plain_s, speculative_s = sum(r.plain_s for r in results), sum(r.speculative_s for r in results)
+    plain_rate = sum(len(r.plain.ids) for r in results) / plain_s
+    speculative_rate = sum(len(r.speculative.ids) for r in results) / speculative_s
+    return {
+        "tau": _tau(sound),
+        "tau_all": _tau(results),
+        "block_size": block_size,
+        "prompts": len(results),
+        "sound_prompts": len(sound),
+        "identical_prompts": sum(r.identical for r in results),
+        "plain_tokens_per_s": round(plain_rate, 1),
+        "speculative_tokens_per_s": round(speculative_rate, 1),
+        "speed_up": round(speculative_rate / plain_rate, 3),
+        "target_passes_plain": sum(r.plain.target_passes for r in results),
+        "target_passes_speculative": sum(r.speculative.target_passes for r in results),
+        "repeated_4gram_share": round(mean(r.repeated for r in results), 4),
+        "right_answers": sum(bool(r.right) for r in judged),
+        "judged_answers": len(judged),
+        "kept_histogram": [kept.count(n) for n in range(1, block_size + 1)],
+    }

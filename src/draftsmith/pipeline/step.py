@@ -1,0 +1,108 @@
+"""Batch to loss to gradients: forward and backward of one pack on one replica."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from draftsmith.draft.anchors import Anchors, block_inputs, choose_anchors, slot_positions, slot_targets
+from draftsmith.draft.loss import accepted_lengths, chunked_head_loss, slot_weights
+from draftsmith.draft.mask import build_mask
+from draftsmith.draft.model import SLIDING, Drafter
+from draftsmith.pipeline.plan import generator_for
+from draftsmith.types import Batch, StepResult
+
+
+@dataclass(frozen=True)
+class FrozenEnds:
+    """The target's embedding and head, [V, D] each, on a drafter's device."""
+
+    embedding: Tensor
+    head: Tensor
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """anchors: blocks per pack; gamma: decay of slot weights; dtype: compute dtype; seed: of the run."""
+
+    anchors: int
+    gamma: float
+    dtype: torch.dtype
+    seed: int
+
+
+def anchors_for(batch: Batch, settings: StepSettings, block_size: int) -> Anchors:
+    """The anchors of a pack at its stream position; the same on every replica and after every resume."""
+    generator = generator_for(settings.seed, "anchors", batch.position)
+    tokens = batch.tokens
+    return choose_anchors(
+        tokens.loss_mask, tokens.document_ids, count=settings.anchors, block_size=block_size, generator=generator
+    )
+
+
+def layer_masks(drafter: Drafter, document_ids: Tensor, anchors: Anchors) -> dict[str, Tensor | BlockMask]:
+    """One mask per layer type in use. Sliding layers are causal inside the block, as serving engines read them."""
+    config = drafter.config
+    return {
+        kind: build_mask(
+            drafter.backend,
+            document_ids,
+            anchors,
+            config.block_size,
+            window=config.sliding_window if kind == SLIDING else None,
+            causal=kind == SLIDING,
+        )
+        for kind in sorted(set(config.layer_types))
+    }
+
+
+def drafted_hidden(drafter: Drafter, ends: FrozenEnds, batch: Batch, anchors: Anchors, dtype: torch.dtype) -> Tensor:
+    """Drafter outputs of all slots of a pack, [A, K, D]. Anchors and everything else live on the drafter's device."""
+    device, config, tokens = ends.head.device, drafter.config, batch.tokens
+    if batch.hidden.ready is not None and device.type == "cuda":
+        torch.cuda.current_stream(device).wait_event(batch.hidden.ready)
+    features = batch.hidden.features.to(device=device, dtype=dtype, non_blocking=True)
+    document_ids, position_ids = tokens.document_ids.to(device), tokens.position_ids.to(device)
+    slots = block_inputs(tokens.ids.to(device), anchors, config.block_size, config.mask_token_id)
+    positions = slot_positions(position_ids, anchors, config.block_size)
+    context = drafter.encode_context(features[None], position_ids[None])
+    embedded = F.embedding(slots.flatten(), ends.embedding).to(dtype)
+    hidden = drafter(embedded[None], positions.flatten()[None], context, layer_masks(drafter, document_ids, anchors))
+    return hidden[0].unflatten(0, (anchors.positions.numel(), config.block_size))
+
+
+def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSettings) -> StepResult:
+    """Forward and, where gradients are enabled, backward of the *sum* of the weighted losses; divide by all weights later.
+
+    Gradients add up in the parameters' `.grad`. A pack without supervised slots gives zeros, never NaN.
+    """
+    device, block_size, tokens = ends.head.device, drafter.config.block_size, batch.tokens
+    on_host = anchors_for(batch, settings, block_size)
+    anchors = Anchors(on_host.positions.to(device), on_host.valid.to(device))
+    hidden = drafted_hidden(drafter, ends, batch, anchors, settings.dtype)
+    ids, loss_mask = tokens.ids.to(device), tokens.loss_mask.to(device)
+    targets = slot_targets(ids, loss_mask, tokens.document_ids.to(device), anchors, block_size)
+    weights = slot_weights(block_size, settings.gamma).to(device).expand_as(targets.labels)
+    # The head, the most expensive product, runs only for slots that carry loss; slot 0 never does.
+    rows = targets.supervised.flatten().nonzero().squeeze(1)
+    used = weights.flatten()[rows]
+    loss = chunked_head_loss(
+        hidden[:, 1:].flatten(0, 1)[rows], ends.head.to(settings.dtype), targets.labels.flatten()[rows], used
+    )
+    if torch.is_grad_enabled():
+        loss.loss_sum.backward()
+    right = torch.zeros(targets.labels.numel(), dtype=torch.bool, device=device)
+    right[rows] = loss.guesses == targets.labels.flatten()[rows]
+    right = right.view_as(targets.supervised)
+    measured = targets.supervised[:, 0]
+    return StepResult(
+        loss_sum=float(loss.loss_sum.detach()),
+        weight_sum=float(used.sum()),
+        correct=(right & targets.supervised).sum(dim=0).tolist(),
+        counted=targets.supervised.sum(dim=0).tolist(),
+        accepted_sum=int(accepted_lengths(right, targets.supervised)[measured].sum()),
+        blocks=int(measured.sum()),
+        tokens=sum(tokens.lengths),
+    )

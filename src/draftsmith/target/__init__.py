@@ -1,0 +1,1 @@
+"""The frozen target: loading replicas and capturing hidden states."""

@@ -1,0 +1,142 @@
+"""Frozen target replicas from a Hugging Face folder or id, or a GGUF file."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from draftsmith.config import TargetSection
+from draftsmith.errors import TargetError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One frozen replica on one device, used by one thread.
+
+    name: folder, id or file it came from; blocks: its decoder blocks in order; embedding and head: [V, D], its own
+    weights, which the drafter borrows; end_ids: token ids that end a turn.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    device: torch.device
+    decoder: nn.Module
+    blocks: nn.ModuleList
+    embedding: Tensor
+    head: Tensor
+    end_ids: frozenset[int]
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, padding rows included."""
+        return self.embedding.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D of the hidden states."""
+        return self.embedding.shape[1]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder blocks L."""
+        return len(self.blocks)
+
+    def text_config(self) -> Any:
+        """The configuration of the language model itself."""
+        return self.model.config.get_text_config()
+
+
+def share_weights(module: nn.Module) -> nn.Module:
+    """A copy of a frozen module with module objects (and so hooks) of its own over the same parameters and buffers."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(t): t for t in tensors})
+
+
+def _wrap(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Target:
+    model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+    decoder = model.get_decoder()
+    blocks = getattr(decoder, "layers", None)
+    if not isinstance(blocks, nn.ModuleList):
+        raise TargetError(
+            f"target '{name}' ({type(model).__name__}): its decoder has no list 'layers' to take hidden states from"
+        )
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
+    if not plain or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+        raise TargetError(
+            f"target '{name}' ({type(model).__name__}) scales its embeddings or caps its logits, which is not supported yet; "
+            "use a Llama- or Qwen-like target"
+        )
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    end_ids = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    if tokenizer.eos_token_id is not None:
+        end_ids.add(int(tokenizer.eos_token_id))
+    return Target(
+        name, model, tokenizer, device, decoder, blocks, embedding.weight.detach(), head.weight.detach(), frozenset(end_ids)
+    )
+
+
+def load_target(section: TargetSection, devices: list[torch.device]) -> list[Target]:
+    """One replica per device; replicas on the same device share weights. Raises TargetError."""
+    path = Path(section.model)
+    where: dict[str, Any] = {"pretrained_model_name_or_path": section.model}
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise TargetError(f"target.model '{section.model}' does not exist; give an existing .gguf file")
+        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    elif path.is_dir() and not (path / "config.json").is_file():
+        raise TargetError(f"target.model '{section.model}' is a folder without config.json; give a Hugging Face model folder")
+    elif not path.exists() and (path.is_absolute() or section.model.startswith(".") or section.model.count("/") > 1):
+        raise TargetError(f"target.model '{section.model}' does not exist; give a model folder, a hub id or a .gguf file")
+    # Its bar would tear the run's own progress line.
+    disable_progress_bar()
+    replicas: dict[torch.device, Target] = {}
+    loaded = []
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        for device in devices:
+            known = replicas.get(device)
+            model = (
+                share_weights(known.model)
+                if known
+                else AutoModelForCausalLM.from_pretrained(**where, dtype=DTYPES[section.dtype])
+            )
+            replica = _wrap(section.model, model, tokenizer, device)
+            replicas.setdefault(device, replica)
+            loaded.append(replica)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise TargetError(
+            f"target.model '{section.model}' cannot be loaded as a causal language model: {' '.join(str(error).split())[:300]}"
+        ) from error
+    return loaded
+
+
+def choose_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, configured: int | None) -> tuple[int, str]:
+    """The id that fills undrafted slots, and how it was chosen. The choice is stored in the checkpoint.
+
+    Order: the configured id; the tokenizer's mask token; the first embedding row past the tokenizer (padded
+    vocabularies have some); else TargetError, since an id that text uses would blur meaning.
+    """
+    if configured is not None:
+        if not 0 <= configured < vocab_size:
+            raise TargetError(
+                f"draft.mask_token_id is {configured}, outside the target's {vocab_size} embedding rows; choose 0..{vocab_size - 1}"
+            )
+        return configured, "configured"
+    if tokenizer.mask_token_id is not None and int(tokenizer.mask_token_id) < vocab_size:
+        return int(tokenizer.mask_token_id), f"the tokenizer's mask token {tokenizer.mask_token}"
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer), f"first of {vocab_size - len(tokenizer)} embedding rows the tokenizer never uses"
+    spare = [f"{t} = {tokenizer.convert_tokens_to_ids(t)}" for t in tokenizer.all_special_tokens]
+    raise TargetError(
+        f"tokenizer '{tokenizer.name_or_path}' has no mask token and all {vocab_size} embedding rows are in use; set "
+        f"draft.mask_token_id to a token the text never contains (special tokens: {', '.join(spare) or 'none'})"
+    )
