@@ -129,11 +129,13 @@ def _known_keys() -> list[str]:
 
 
 def _suggest(key: str) -> str:
+    """The nearest key of the same section, else the same name in another section, else the nearest of all."""
     known = _known_keys()
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near:
-        leaf = key.rpartition(".")[2]
-        near = [k for k in known if k.rpartition(".")[2] == leaf][:1]
+    section, _, leaf = key.rpartition(".")
+    leaves = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == section]
+    near = [f"{section}.{name}".lstrip(".") for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)]
+    near = near or [k for k in known if leaf in k.split(".")[1:]][:1]
+    near = near or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     return f"; did you mean '{near[0]}'?" if near else f"; sections are {', '.join(Config.model_fields)}"
 
 

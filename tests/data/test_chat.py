@@ -1,0 +1,150 @@
+"""Which tokens are supervised, what is skipped, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.data.chat import encode_files, encode_prompt, encode_record
+from draftsmith.data.text import Record, read_records, write_records
+from draftsmith.errors import DataError
+from tests.conftest import MARKED_TEMPLATE, PLAIN_TEMPLATE, REWRITING_TEMPLATE, byte_tokenizer
+
+CHAT = (
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no\nmore"},
+)
+
+
+def record(*messages: dict[str, str]) -> Record:
+    return Record("f:1", messages, None)
+
+
+@pytest.mark.parametrize("template", [MARKED_TEMPLATE, PLAIN_TEMPLATE])
+def test_exactly_what_the_assistant_wrote_is_supervised_end_of_turn_included(template: str) -> None:
+    tokenizer = byte_tokenizer(template)
+    document = encode_record(tokenizer, record(*CHAT), {int(tokenizer.eos_token_id)})
+    assert (
+        document.ids.tolist()
+        == tokenizer(str(tokenizer.apply_chat_template(list(CHAT), tokenize=False)), add_special_tokens=False)["input_ids"]
+    )
+    runs, current = [], []
+    for token, supervised in zip(document.ids.tolist(), document.loss_mask.tolist(), strict=True):
+        if supervised:
+            current.append(token)
+        elif current:
+            runs.append(tokenizer.decode(current))
+            current = []
+    assert runs == ["hello<|im_end|>", "no\nmore<|im_end|>"]
+    assert not current, "the newline after the last turn is the template's"
+
+
+def test_both_ways_of_masking_agree() -> None:
+    marked, plain = (byte_tokenizer(t) for t in (MARKED_TEMPLATE, PLAIN_TEMPLATE))
+    ends = {int(marked.eos_token_id)}
+    one, two = encode_record(marked, record(*CHAT), ends), encode_record(plain, record(*CHAT), ends)
+    assert torch.equal(one.ids, two.ids)
+    assert torch.equal(one.loss_mask, two.loss_mask)
+
+
+def test_a_template_that_rewrites_history_is_refused_not_guessed() -> None:
+    tokenizer = byte_tokenizer(REWRITING_TEMPLATE)
+    thinking = [dict(m) for m in CHAT]
+    thinking[2]["content"] = "hm</think>hello"
+    with pytest.raises(DataError, match="f:1: the chat template rewrites earlier turns"):
+        encode_record(tokenizer, record(*thinking), {int(tokenizer.eos_token_id)})
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    with pytest.raises(DataError, match="has no chat template"):
+        encode_record(byte_tokenizer(None), record(*CHAT), set())
+
+
+def test_prompt_ends_where_the_assistant_starts() -> None:
+    tokenizer = byte_tokenizer()
+    assert tokenizer.decode(encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])).endswith("<|im_start|>assistant\n")
+
+
+def test_plain_text_is_supervised_throughout() -> None:
+    document = encode_record(byte_tokenizer(), Record("f:1", None, "abc"), set())
+    assert document.loss_mask.tolist() == [True] * 3
+
+
+def rows(path: Path, *items: object) -> Path:
+    path.write_text("".join(json.dumps(i) + "\n" for i in items), encoding="utf-8")
+    return path
+
+
+def test_odd_samples_are_cut_or_skipped_by_rule_and_counted(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * 5}
+    long_question = {"role": "user", "content": "q" * 200}
+    path = rows(
+        tmp_path / "d.jsonl",
+        {"messages": [user, answer]},
+        {"messages": [user]},
+        {"messages": []},
+        {"messages": [long_question, answer]},
+        {"messages": [user, {"role": "assistant", "content": "b" * 300}]},
+        {"text": ""},
+        {"text": "x"},
+        {"text": "xy"},
+    )
+    documents, counts = encode_files(tokenizer, [path], longest=100, vocab_size=264, ends={int(tokenizer.eos_token_id)})
+    assert [d.name.rpartition(":")[2] for d in documents] == ["1", "5", "8"]
+    assert documents[1].ids.numel() == 100
+    assert (counts.rows, counts.used, counts.cut) == (8, 3, 2)
+    assert sum(counts.skipped.values()) == 5
+    assert "5" not in counts.skipped
+    assert "3 of 8 samples used" in counts.line()
+    assert "too short" in counts.line()
+    assert "nothing to learn" in counts.line()
+
+
+def test_a_dataset_with_nothing_to_learn_is_an_error(tmp_path: Path) -> None:
+    path = rows(tmp_path / "d.jsonl", {"messages": [{"role": "user", "content": "q"}]})
+    with pytest.raises(DataError, match="no sample in .* has a supervised token"):
+        encode_files(byte_tokenizer(), [path], longest=100, vocab_size=264, ends=set())
+
+
+def test_report_c_an_id_outside_the_target_names_the_sample(tmp_path: Path) -> None:
+    path = rows(tmp_path / "d.jsonl", {"text": "fine"}, {"text": "bad <|im_end|>"})
+    with pytest.raises(DataError, match=r"d\.jsonl:2: token id 256 is outside the target's 256 embedding rows"):
+        encode_files(byte_tokenizer(), [path], longest=100, vocab_size=256, ends=set())
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{not json", "d.jsonl:2: not JSON"),
+        ("[1]", "d.jsonl:2: expected a JSON object"),
+        ('{"prompt": "x"}', "row has keys"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "'messages' must be"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "'messages' must be"),
+        ('{"messages": "hi"}', "'messages' must be"),
+        ('{"text": 5}', "row has keys"),
+    ],
+)
+def test_malformed_rows_name_file_line_and_fault(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "ok"}\n' + line + "\n")
+    with pytest.raises(DataError) as caught:
+        list(read_records(path))
+    assert words in str(caught.value)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b'{"text": "\xe9"}')
+    for path, words in [(tmp_path / "none", "does not exist"), (tmp_path, "is a folder"), (tmp_path / "latin", "not UTF-8")]:
+        with pytest.raises(DataError, match=words):
+            list(read_records(path))
+
+
+def test_records_round_trip(tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": 'ü\n"x"'}, {"role": "assistant", "content": "y"}]]
+    write_records(tmp_path / "sub" / "c.jsonl", chats)
+    assert [list(r.messages or ()) for r in read_records(tmp_path / "sub" / "c.jsonl")] == chats
