@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from draftsmith.cli import main
-from tests.conftest import save_target, small_tree, write_chats
+from tests.conftest import save_target, small_tree
 
 pytestmark = pytest.mark.process
 

@@ -40,8 +40,15 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.optimizer["step"] == 7
     assert loaded.state["epoch"] == 0.5
     assert names(path) == sorted(
-        ["config.json", "model.safetensors", "optimizer.safetensors", "scheduler.json", "rng_state.json", "trainer_state.json"]
-        + ["manifest.json"]
+        [
+            "config.json",
+            "model.safetensors",
+            "optimizer.safetensors",
+            "scheduler.json",
+            "rng_state.json",
+            "trainer_state.json",
+            "manifest.json",
+        ]
     )
     facts = json.loads((path / "manifest.json").read_text())["files"]["model.safetensors"]
     assert facts["bytes"] == (path / "model.safetensors").stat().st_size

@@ -35,10 +35,10 @@ def slow_candidates(tokens: Tokens, block_size: int) -> list[int]:
     for a in range(tokens.bucket):
         for k in range(1, block_size):
             p = a + k
-            if p < tokens.bucket and tokens.document_ids[a] >= 0 and tokens.document_ids[p] == tokens.document_ids[a]:
-                if tokens.loss_mask[p]:
-                    found.append(a)
-                    break
+            inside = p < tokens.bucket and tokens.document_ids[a] >= 0 and tokens.document_ids[p] == tokens.document_ids[a]
+            if inside and tokens.loss_mask[p]:
+                found.append(a)
+                break
     return found
 
 

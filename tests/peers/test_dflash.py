@@ -1,6 +1,7 @@
 """`dflash` 0.1.0 from PyPI as judge: it loads our export, computes what we compute, and decodes what we decode."""
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class _Lengths:
         """Differences of the target cache's successive lengths: the first crop is the prompt's."""
         lengths = sorted(set(self.crops))
         assert lengths[0] == prompt
-        return [b - a for a, b in zip(lengths, lengths[1:], strict=False)]
+        return [b - a for a, b in pairwise(lengths)]
 
 
 @pytest.mark.parametrize("family", ["target_folder", "untied_folder", "llama_folder"])
@@ -128,7 +129,11 @@ def test_lengths_agree_when_drafts_are_mostly_accepted(
         oracle.prompt, oracle.plain = prompt, plain
         mine = oracle.decode(prompt, 40)
 
-        def good(hidden: torch.Tensor, _head: Any, prompt: list[int] = prompt, plain: list[int] = plain) -> torch.Tensor:
+        lengths = _Lengths(monkeypatch)
+
+        def good(
+            hidden: torch.Tensor, _head: Any, prompt: list[int] = prompt, plain: list[int] = plain, lengths: _Lengths = lengths
+        ) -> torch.Tensor:
             start = lengths.crops[-1] - len(prompt) + 1
             logits = torch.zeros(1, hidden.shape[1], 264)
             for k in range(hidden.shape[1]):
@@ -137,7 +142,6 @@ def test_lengths_agree_when_drafts_are_mostly_accepted(
             return logits
 
         monkeypatch.setattr(theirs, "compute_logits", good)
-        lengths = _Lengths(monkeypatch)
         out = dflash_model.dflash_generate(
             theirs, target.model, torch.tensor([prompt]), max_new_tokens=40, stop_token_ids=sorted(target.end_ids)
         )

@@ -17,8 +17,8 @@ from tests.conftest import load_fp32, tiny_drafter
 from tests.draft.test_model import two_documents
 
 pytest.importorskip("speculators", reason="install requirements/peers.txt (make test does)")
-from speculators.models.dflash import DFlashDraftModel  # noqa: E402
-from speculators.models.dflash import core as speculators_core  # noqa: E402
+from speculators.models.dflash import DFlashDraftModel
+from speculators.models.dflash import core as speculators_core
 
 
 def exported(tmp_path: Path, target: Target, **changes: object) -> tuple[Drafter, Any]:
@@ -89,7 +89,7 @@ def test_supervision_and_loss_agree(tmp_path: Path, target: Target, monkeypatch:
     # One document, since theirs also counts slots that run into the next one.
     batch, _ = two_documents((37,), padding=10, seed=1)
     ends = FrozenEnds(target.embedding, target.head)
-    hidden, logits, mask = their_hidden(theirs, batch, monkeypatch)
+    _, logits, mask = their_hidden(theirs, batch, monkeypatch)
     tokens = batch.tokens
     targets = slot_targets(tokens.ids, tokens.loss_mask, tokens.document_ids, ANCHORS, 4)
     assert mask.view(6, 4)[:, 1:].bool().tolist() == targets.supervised.tolist()

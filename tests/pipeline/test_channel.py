@@ -27,7 +27,7 @@ def test_items_put_in_any_order_arrive_in_order() -> None:
         shares: list[list[int]] = [[], [], []]
         for number in range(60):
             rng.choice(shares).append(number)
-        threads = [in_thread(lambda share=share: [channel.put(n, n) for n in share]) for share in shares]
+        threads = [in_thread(lambda share=share, channel=channel: [channel.put(n, n) for n in share]) for share in shares]
         assert [channel.get() for _ in range(60)] == list(range(60))
         for thread in threads:
             thread.join(5)

@@ -1,6 +1,7 @@
 """The order of samples and the schedule as pure functions."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_schedule_rises_then_falls_as_a_cosine() -> None:
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
     assert rates[52] == pytest.approx(0.5, abs=0.01)
-    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a > b for a, b in pairwise(rates[4:]))
     assert 0 < rates[-1] < 0.01
     assert learning_rate(0, peak=1.0, steps=1, warmup=0.0) == 1.0
 

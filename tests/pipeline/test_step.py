@@ -65,7 +65,7 @@ def test_loss_gradient_and_counts_equal_the_slow_reference() -> None:
 
 
 def test_report_b_nothing_of_full_vocabulary_size_is_saved_for_backward() -> None:
-    batch, ends = partly_supervised()
+    batch, _ = partly_supervised()
     drafter = tiny_drafter()
     vocabulary = 20000
     big = FrozenEnds(torch.randn(vocabulary, 32), torch.randn(vocabulary, 32))

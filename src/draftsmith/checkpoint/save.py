@@ -164,7 +164,7 @@ def fault_of(folder: Path) -> str | None:
 
 def find_latest(root: Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint under `root`, and a line for each newer one that was skipped, with the reason."""
-    skipped = []
+    skipped: list[str] = []
     for _, path in reversed(_numbered(root)):
         fault = fault_of(path)
         if fault is None:

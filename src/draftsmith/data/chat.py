@@ -6,6 +6,7 @@ template that rewrites earlier turns makes prefixes disagree; that is refused, n
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, s
             "use an instruct model or rows with 'text'"
         )
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _mask_by_prefixes(tokenizer: PreTrainedTokenizerBase, record: Record, ids: list[int], ends: set[int]) -> list[bool]:
@@ -59,7 +60,7 @@ def _mask_by_prefixes(tokenizer: PreTrainedTokenizerBase, record: Record, ids: l
         start = encode_prompt(tokenizer, messages[:turn])
         text = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
         stop = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if ids[: len(start)] != start or ids[: len(stop)] != stop:  # type: ignore[arg-type]
+        if ids[: len(start)] != start or ids[: len(stop)] != stop:
             raise DataError(
                 f"{record.name}: the chat template rewrites earlier turns (turn {turn} renders differently inside the whole "
                 "chat), so what the assistant wrote cannot be told; add {% generation %} markers to the template"
@@ -76,17 +77,17 @@ def encode_record(tokenizer: PreTrainedTokenizerBase, record: Record, ends: set[
     """Tokens and loss mask of one record; `ends` are the ids that end a turn. Plain text is supervised throughout."""
     if record.messages is None:
         ids = tokenizer(record.text or "", add_special_tokens=False)["input_ids"]
-        return Document(record.name, torch.tensor(ids, dtype=torch.long), torch.ones(len(ids), dtype=torch.bool))  # type: ignore[arg-type]
+        return Document(record.name, torch.tensor(ids, dtype=torch.long), torch.ones(len(ids), dtype=torch.bool))
     messages = list(record.messages)
     if not messages:
         return Document(record.name, torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.bool))
     encode_prompt(tokenizer, messages[:1])
     if "{% generation %}" in str(tokenizer.chat_template):
-        out = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        out: Any = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
     else:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         mask = _mask_by_prefixes(tokenizer, record, ids, ends)
     return Document(record.name, torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.bool))
 

@@ -69,7 +69,8 @@ def decode_plain(target: Target, prompt: list[int], max_new_tokens: int) -> Deco
     """Plain greedy decoding with a cache, one token a pass."""
     check_prompt(target, prompt)
     cache = DynamicCache(config=target.model.config)
-    ids, new = torch.tensor([prompt], device=target.device), []
+    ids = torch.tensor([prompt], device=target.device)
+    new: list[int] = []
     while len(new) < max_new_tokens:
         logits = target.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         token = int(logits[0, -1].argmax())
@@ -93,7 +94,7 @@ class Speculator:
         self.target, self.drafter, self.config = target, drafter.eval(), config
         self._features = features
         self._model = share_weights(target.model)
-        blocks = self._model.get_decoder().layers  # type: ignore[operator]
+        blocks = self._model.get_decoder().layers
         self._recorder = Recorder(blocks, config.target_layer_ids)
 
     def _pass(self, ids: list[int], cache: DynamicCache, keep: int) -> tuple[Tensor, Tensor]:

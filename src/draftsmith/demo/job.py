@@ -6,8 +6,9 @@ import platform
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from draftsmith.checkpoint.export import load_drafter
 from draftsmith.config import Config, TargetSection, parse_config
 from draftsmith.data.text import read_records, write_records
 from draftsmith.decode.respond import write_responses
-from draftsmith.decode.speculate import Speculator
+from draftsmith.decode.speculate import FeatureFilter, Speculator
 from draftsmith.demo import tasks
 from draftsmith.demo.target import TargetRecipe, build_target
 from draftsmith.draft.model import Drafter
@@ -32,7 +33,7 @@ Say = Callable[[str], None]
 class DemoRecipe:
     """How large the demo is. Tests make it tiny; the defaults are the real one."""
 
-    target: TargetRecipe = TargetRecipe()
+    target: TargetRecipe = field(default_factory=TargetRecipe)
     chats: int = 4000
     prompts: int = 60
     max_new_tokens: int = 160
@@ -88,12 +89,14 @@ def _write_data(folder: Path, target: Target, recipe: DemoRecipe, say: Say) -> N
     write_records(files[0], answered)
 
 
-def _figures(target: Target, drafter: Drafter, path: Path, recipe: DemoRecipe, features: object = None) -> list[PromptResult]:
-    speculator = Speculator(target, drafter, features)  # type: ignore[arg-type]
+def _figures(
+    target: Target, drafter: Drafter, path: Path, recipe: DemoRecipe, features: FeatureFilter | None = None
+) -> list[PromptResult]:
+    speculator = Speculator(target, drafter, features)
     return list(decode_both_ways(target, speculator, load_prompts(target, path, recipe.prompts), recipe.max_new_tokens))
 
 
-def run_demo(folder: Path, say: Say, recipe: DemoRecipe = DemoRecipe()) -> int | None:  # noqa: B008 - frozen
+def run_demo(folder: Path, say: Say, recipe: DemoRecipe = DemoRecipe()) -> int | None:
     """Run every stage that is not done yet; returns the number of the signal that stopped training, if one did."""
     begin = time.perf_counter()
     seconds: dict[str, float] = {}
@@ -140,7 +143,7 @@ def run_demo(folder: Path, say: Say, recipe: DemoRecipe = DemoRecipe()) -> int |
         "zero_features": _figures(target, drafter, held_out, recipe, torch.zeros_like),
     }
     lap("evaluation")
-    report = {
+    report: dict[str, Any] = {
         **summary,
         "target_threads": len(config.target.devices),
         "drafter_threads": len(config.train.devices),

@@ -153,7 +153,7 @@ def build_target(folder: Path, recipe: TargetRecipe, say: Callable[[str], None])
         num_attention_heads=recipe.heads,
         num_key_value_heads=recipe.kv_heads,
         head_dim=recipe.head_dim,
-        rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,

@@ -25,15 +25,104 @@ class Task:
         return [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.answer}]
 
 
-FIRST = "Mira Tom Ada Leo Nina Omar Ruth Ivan Lena Hugo Sara Paul Emma Karl Rosa Adam Vera Luis Anna Finn".split()
-LAST = "Holt Berg Silva Moss Kaur Weber Lund Costa Novak Reed Ito Blum Diaz Frost Keller Marsh Okafor Petit Stone Young".split()
-CITIES = "Oslo Lima Paris Cairo Delhi Quito Turin Tokyo Perth Dakar Berlin Austin Porto Seoul Riga Malmo".split()
-JOBS = "nurse pilot baker teacher painter lawyer driver farmer singer editor chemist plumber".split()
-COLORS = "red blue green black white yellow purple orange".split()
-ITEMS = "pen lamp chair table cup plate book phone clock brush spoon knife shelf mirror basket candle".split()
-ANIMALS = "cat dog fox owl hen cow bee ant bat elk goat wolf bear swan crab frog".split()
-MONTHS = "January February March April May June July August September October November December".split()
-VERBS = "sees likes follows finds draws helps hears meets".split()
+FIRST = [
+    "Mira",
+    "Tom",
+    "Ada",
+    "Leo",
+    "Nina",
+    "Omar",
+    "Ruth",
+    "Ivan",
+    "Lena",
+    "Hugo",
+    "Sara",
+    "Paul",
+    "Emma",
+    "Karl",
+    "Rosa",
+    "Adam",
+    "Vera",
+    "Luis",
+    "Anna",
+    "Finn",
+]
+LAST = [
+    "Holt",
+    "Berg",
+    "Silva",
+    "Moss",
+    "Kaur",
+    "Weber",
+    "Lund",
+    "Costa",
+    "Novak",
+    "Reed",
+    "Ito",
+    "Blum",
+    "Diaz",
+    "Frost",
+    "Keller",
+    "Marsh",
+    "Okafor",
+    "Petit",
+    "Stone",
+    "Young",
+]
+CITIES = [
+    "Oslo",
+    "Lima",
+    "Paris",
+    "Cairo",
+    "Delhi",
+    "Quito",
+    "Turin",
+    "Tokyo",
+    "Perth",
+    "Dakar",
+    "Berlin",
+    "Austin",
+    "Porto",
+    "Seoul",
+    "Riga",
+    "Malmo",
+]
+JOBS = ["nurse", "pilot", "baker", "teacher", "painter", "lawyer", "driver", "farmer", "singer", "editor", "chemist", "plumber"]
+COLORS = ["red", "blue", "green", "black", "white", "yellow", "purple", "orange"]
+ITEMS = [
+    "pen",
+    "lamp",
+    "chair",
+    "table",
+    "cup",
+    "plate",
+    "book",
+    "phone",
+    "clock",
+    "brush",
+    "spoon",
+    "knife",
+    "shelf",
+    "mirror",
+    "basket",
+    "candle",
+]
+ANIMALS = ["cat", "dog", "fox", "owl", "hen", "cow", "bee", "ant", "bat", "elk", "goat", "wolf", "bear", "swan", "crab", "frog"]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
+VERBS = ["sees", "likes", "follows", "finds", "draws", "helps", "hears", "meets"]
 
 FIELDS: dict[str, Callable[[random.Random], str | int]] = {
     "name": lambda r: f"{r.choice(FIRST)} {r.choice(LAST)}",
@@ -65,7 +154,7 @@ OPERATIONS = [
     ("product", "*", "multiply"),
     ("quotient", "/", "divide"),
 ]
-PARAMETERS = "width height price count speed time left right first second total rate".split()
+PARAMETERS = ["width", "height", "price", "count", "speed", "time", "left", "right", "first", "second", "total", "rate"]
 
 
 def _record(rng: random.Random) -> dict[str, str | int]:
@@ -191,7 +280,8 @@ def stream(seed: int) -> Iterator[Task]:
 
 def held_out(seed: int, count: int, seen: set[str]) -> list[Task]:
     """`count` tasks, kinds in turn, whose prompts are not in `seen` and do not repeat."""
-    rng, tasks, taken = random.Random(seed), [], set(seen)
+    rng, taken = random.Random(seed), set(seen)
+    tasks: list[Task] = []
     while len(tasks) < count:
         task = KINDS[len(tasks) % len(KINDS)](rng)
         if task.prompt not in taken:

@@ -74,7 +74,7 @@ def chunked_head_loss(
     once (at least one row).
     """
     rows = max(1, chunk_elements // head.shape[0])
-    loss_sum, guesses = _ChunkedHeadLoss.apply(hidden, head, labels, weights, rows)  # type: ignore[misc]
+    loss_sum, guesses = _ChunkedHeadLoss.apply(hidden, head, labels, weights, rows)
     return SlotLoss(loss_sum, guesses)
 
 

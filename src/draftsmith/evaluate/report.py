@@ -52,7 +52,7 @@ def _plot(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
@@ -79,7 +79,9 @@ def _plots(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> l
     drawn = []
     if rows:
         steps = [row["step"] for row in rows]
-        drawn.append(_svg(_curve(steps, [row["loss"] for row in rows], "Training loss", "weighted cross-entropy, nats")[0]))
+        figure, axes = _curve(steps, [row["loss"] for row in rows], "Training loss", "weighted cross-entropy, nats")
+        axes.set_yscale("log")
+        drawn.append(_svg(figure))
         figure, axes = _curve(steps, [row["tau_estimate"] for row in rows], "Acceptance length", "tokens kept per check")
         if measured:
             axes.plot(
@@ -99,11 +101,15 @@ def _plots(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> l
     return drawn
 
 
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.2f}"
+
+
 def _cards(report: Mapping[str, Any]) -> str:
     cards = [
-        (f"tau at block size {report['block_size']}", report["tau"]),
+        (f"tau at block size {report['block_size']}", _number(report["tau"])),
         ("outputs identical to plain greedy", f"{report['identical_prompts']} / {report['prompts']}"),
-        ("speculative / plain, tokens per s", f"{report['speculative_tokens_per_s']} / {report['plain_tokens_per_s']}"),
+        ("tokens per s, speculative / plain", f"{report['speculative_tokens_per_s']:.0f} / {report['plain_tokens_per_s']:.0f}"),
         ("target passes, speculative / plain", f"{report['target_passes_speculative']} / {report['target_passes_plain']}"),
         ("right answers by the target", f"{report['right_answers']} / {report['judged_answers']}"),
         ("repeated 4-grams", f"{report['repeated_4gram_share']:.1%}"),
@@ -116,7 +122,7 @@ def _examples(results: Sequence[PromptResult]) -> str:
     for result in results[:12]:
         mark = {True: "right", False: "wrong", None: "not judged"}[result.right]
         rows.append(
-            f"<tr><td><pre>{html.escape(result.text)}</pre></td><td>{result.speculative.tau:.2f}</td>"
+            f"<tr><td><pre>{html.escape(result.prompt)}</pre></td><td><pre>{html.escape(result.text)}</pre></td><td>{result.speculative.tau:.2f}</td>"
             f"<td>{'yes' if result.identical else 'no'}</td><td>{mark}</td></tr>"
         )
     return "".join(rows)
@@ -127,7 +133,7 @@ def write_report(
 ) -> None:
     """Write the page; it refers to nothing outside itself."""
     controls = "".join(
-        f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{value}</td></tr>"
+        f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{_number(value)}</td></tr>"
         for name, value in {"trained drafter": report["tau"], **report.get("control_tau", {})}.items()
     )
     facts = {
@@ -139,10 +145,10 @@ def write_report(
 <p class="quiet">{html.escape(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in facts.items()))}</p>
 <div class="figures">{_cards(report)}</div>
 <p class="quiet">tau counts the {report["sound_prompts"]} outputs of which under 30 % of the 4-grams repeat; over all outputs it is
-{report["tau_all"]}. Speeds include each prompt's own pass.</p>
+{_number(report["tau_all"])}. Speeds include each prompt's own pass.</p>
 <h2>Training</h2><div class="plots">{"".join(_plots(report, metrics))}</div>
 <h2>Is it the drafter's work?</h2><table><tr><th>drafter</th><th>tau on the same prompts</th></tr>{controls}</table>
-<h2>Examples</h2><table><tr><th>output</th><th>tau</th><th>identical</th><th>answer</th></tr>{_examples(results)}</table>
+<h2>Examples</h2><table><tr><th>prompt</th><th>output</th><th>tau</th><th>identical</th><th>answer</th></tr>{_examples(results)}</table>
 </body></html>
 """
     aside = path.with_name(f".{path.name}.tmp")

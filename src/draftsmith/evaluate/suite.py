@@ -17,9 +17,9 @@ LOOP_SHARE = 0.30
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids; expected: the right answer's text, where one is known."""
+    """A prompt as token ids and as people read it; expected: the right answer's text, where one is known."""
 
-    name: str
+    text: str
     ids: list[int]
     expected: str | None = None
 
@@ -28,7 +28,7 @@ class Prompt:
 class PromptResult:
     """One prompt decoded both ways. plain_s and speculative_s include the prompt's own pass."""
 
-    name: str
+    prompt: str
     plain: Decoded
     speculative: Decoded
     plain_s: float
@@ -58,11 +58,13 @@ def load_prompts(target: Target, path: Path, count: int) -> list[Prompt]:
     prompts = []
     for record in read_records(path):
         if record.messages is None:
-            prompts.append(Prompt(record.name, target.tokenizer(record.text, add_special_tokens=False)["input_ids"]))  # type: ignore[arg-type]
+            text = record.text or ""
+            prompts.append(Prompt(text, target.tokenizer(text, add_special_tokens=False)["input_ids"]))
         else:
             messages = list(record.messages)
             expected = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
-            prompts.append(Prompt(record.name, encode_prompt(target.tokenizer, messages), expected))
+            asked = messages[-1]["content"] if messages else ""
+            prompts.append(Prompt(asked, encode_prompt(target.tokenizer, messages), expected))
         if len(prompts) == count:
             break
     if not prompts:
@@ -82,7 +84,7 @@ def decode_both_ways(
         end = time.perf_counter()
         text = str(target.tokenizer.decode(speculative.ids, skip_special_tokens=True))
         right = None if prompt.expected is None else text.strip() == prompt.expected.strip()
-        yield PromptResult(prompt.name, plain, speculative, middle - start, end - middle, text, right)
+        yield PromptResult(prompt.text, plain, speculative, middle - start, end - middle, text, right)
 
 
 def measure_tau(

@@ -49,9 +49,9 @@ class GradientExchange:
         # A step in which no slot was supervised has no weight and zero gradients: it must stay zero, not become NaN.
         self._slices[rank] = summed / total if total > 0 else summed
         self._meet(gradient.device)
-        for r, part in enumerate(self._slices):
-            assert part is not None
-            gradient[bounds[r] : bounds[r + 1]] = part.to(gradient.device)
+        for r, done in enumerate(self._slices):
+            assert done is not None
+            gradient[bounds[r] : bounds[r + 1]] = done.to(gradient.device)
         return total
 
 

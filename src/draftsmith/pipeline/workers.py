@@ -59,7 +59,7 @@ class Worker(threading.Thread):
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
             self.work()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the coordinator must hear of it
+        except BaseException as error:
             self._events.put(Failed(self.name, error))
 
     def work(self) -> None:

@@ -4,7 +4,7 @@ Not `output_hidden_states`: it collects every layer, and it is not safe while an
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class Recorder:
         for layer_id in self.layer_ids:
             blocks[layer_id].register_forward_hook(self._hook(layer_id))
 
-    def _hook(self, layer_id: int):  # noqa: ANN202
+    def _hook(self, layer_id: int) -> Callable[..., None]:
         def keep(_module: nn.Module, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self._outputs[layer_id] = output[0] if isinstance(output, tuple) else output
 

@@ -3,7 +3,7 @@
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from draftsmith.config import TargetSection
 from draftsmith.errors import TargetError
 
+M = TypeVar("M", bound=nn.Module)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -54,14 +55,14 @@ class Target:
         return self.model.config.get_text_config()
 
 
-def share_weights(module: nn.Module) -> nn.Module:
+def share_weights(module: M) -> M:
     """A copy of a frozen module with module objects (and so hooks) of its own over the same parameters and buffers."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(t): t for t in tensors})
 
 
-def _wrap(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Target:
-    model = model.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
+def _wrap(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Target:
+    model = model.to(device).eval().requires_grad_(False)
     decoder = model.get_decoder()
     blocks = getattr(decoder, "layers", None)
     if not isinstance(blocks, nn.ModuleList):

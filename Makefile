@@ -1,0 +1,57 @@
+# `make demo` and `make test` need Python 3.11+ and nothing else; both set up .venv first.
+
+PYTHON ?= python3
+# More arguments for pip, for example an index that holds CPU or CUDA builds of torch.
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-base
+PEERS := $(VENV)/.ready-peers
+
+.PHONY: demo test test-kill check format wheel lock clean
+
+demo: $(READY)
+	$(BIN)/draftsmith demo
+
+test: $(READY) $(PEERS)
+	$(BIN)/python -m pytest
+
+# Kill -9 at 20 random moments of a run, resuming each time (minutes).
+test-kill: $(READY)
+	$(BIN)/python -m pytest -m slow tests/faults
+
+# Format, lint, types and the fast tests.
+check: $(READY) $(PEERS)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow and not process" -x
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(READY)
+	$(BIN)/python -m build --wheel --no-isolation
+
+$(READY): requirements/base.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Draftsmith needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/base.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(PEERS): $(READY) requirements/peers.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/peers.txt
+	touch $@
+
+# Resolve base.in anew in an empty environment and pin what came out.
+lock:
+	rm -rf .venv-lock
+	$(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/base.in
+	( echo '# Pinned by `make lock` from base.in.'; .venv-lock/bin/pip freeze | sed 's/+cpu$$//' ) > requirements/base.txt
+	rm -rf .venv-lock
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
