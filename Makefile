@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-base
 PEERS := $(VENV)/.ready-peers
 
-.PHONY: demo test test-kill check format wheel lock clean
+.PHONY: demo test test-kill test-wheel check format wheel lock clean
 
 demo: $(READY)
 	$(BIN)/draftsmith demo
@@ -44,6 +44,15 @@ $(READY): requirements/base.txt pyproject.toml
 $(PEERS): $(READY) requirements/peers.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(PIP_ARGS) -r requirements/peers.txt
 	touch $@
+
+# The wheel in an environment that has nothing, not even this checkout.
+test-wheel: wheel
+	rm -rf .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c requirements/base.txt dist/draftsmith-*.whl
+	cd / && $(CURDIR)/.venv-wheel/bin/draftsmith --help
+	cd / && $(CURDIR)/.venv-wheel/bin/draftsmith --version
+	rm -rf .venv-wheel
 
 # Resolve base.in anew in an empty environment and pin what came out.
 lock:

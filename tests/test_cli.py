@@ -82,7 +82,7 @@ def test_train_export_evaluate_generate(
         )[0]
         == 0
     )
-    figures = tmp_path / "figures.json"
+    figures = tmp_path / "figures"
     code, out, _ = here(
         capsys,
         "evaluate",
@@ -98,10 +98,13 @@ def test_train_export_evaluate_generate(
         9,
         "--out",
         figures,
+        "--run",
+        tmp_path / "run",
     )
     assert code == 0
-    assert json.loads(out) == json.loads(figures.read_text())
+    assert json.loads(out) == json.loads((figures / "report.json").read_text())
     assert json.loads(out)["identical_prompts"] == 3
+    assert (figures / "report.html").read_text().count("<svg") == 4
     code, out, err = here(capsys, "generate", "--target", target_folder, "--drafter", drafter, "--max-new-tokens", 6, "hi")
     assert code == 0
     assert out

@@ -23,6 +23,18 @@ def test_defaults_are_the_papers_recipe() -> None:
     assert (config.train.epochs, config.data.buckets, config.train.precision) == (6.0, [3072], "bf16")
 
 
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_examples_are_valid(path: Path) -> None:
+    assert load_config(path).target.model
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 2
+
+
 def test_overrides_take_yaml_values_and_leave_the_tree_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", MINIMAL)
     config = load_config(

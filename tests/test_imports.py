@@ -1,6 +1,8 @@
 """Import directions between the rooms, as DESIGN.md draws them."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ ALLOWED = {
     "demo": ROOMS | BASE | {"config", "build"},
     "cli": ROOMS | BASE | {"config", "build"},
     "__main__": {"cli"},
-    "__init__": set(),
+    "__init__": BASE | {"config", "build", "checkpoint"},
 }
 
 
@@ -57,6 +59,21 @@ def test_a_room_imports_only_what_it_may(path: Path) -> None:
     room = room_of(path)
     over = imported_rooms(path) - ALLOWED[room] - {room}
     assert not over, f"{room} may not import {sorted(over)}"
+
+
+def test_public_names() -> None:
+    import draftsmith
+
+    names = ["Config", "DraftsmithError", "__version__", "export", "load_config", "load_drafter", "load_pair", "train"]
+    assert names == draftsmith.__all__
+    assert all(getattr(draftsmith, name) is not None for name in names)
+    with pytest.raises(AttributeError, match="no public name 'trian'"):
+        draftsmith.trian  # noqa: B018
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, draftsmith, draftsmith.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_threads_start_in_the_pipeline_and_nowhere_else() -> None:

@@ -95,7 +95,8 @@ def evaluate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     dtype: DtypeOption = "fp32",
     device: Annotated[str, typer.Option(help="`auto`, `cpu` or `cuda:N`.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.json and report.html.")] = None,
+    run: Annotated[Path | None, typer.Option(help="Run folder whose training curves go into the report.")] = None,
 ) -> None:
     """Measure tau, identity with plain greedy decoding, and both speeds.
 
@@ -104,15 +105,19 @@ def evaluate(
     import json
 
     from draftsmith import build
+    from draftsmith.evaluate.report import read_metrics, write_report
     from draftsmith.evaluate.suite import decode_both_ways, load_prompts, summarise
 
     loaded, speculator = build.load_pair(target, drafter, dtype=dtype, device=device)
     chosen = load_prompts(loaded, prompts, count)
     results = list(decode_both_ways(loaded, speculator, chosen, max_new_tokens))
-    text = json.dumps(summarise(results, speculator.config.block_size), indent=2)
+    report = summarise(results, speculator.config.block_size)
+    text = json.dumps(report, indent=2)
     _say(text)
     if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.json").write_text(text + "\n", encoding="utf-8")
+        write_report(out / "report.html", report, read_metrics(run) if run is not None else [], results)
 
 
 @app.command()
@@ -183,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
             _leave(error.exit_code)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted before anything was running; nothing to save", file=sys.stderr)
+        print("interrupted; nothing was left half-written", file=sys.stderr)
         sys.exit(130)
     except Exception as error:  # typer's usage errors know how to show themselves
         show = getattr(error, "show", None)

@@ -113,6 +113,7 @@ def test_a_stop_before_the_first_step_saves_nothing_and_loses_nothing(
     small_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = build.resolve
+    before = signal.getsignal(signal.SIGINT)
 
     def interrupted(config: Config) -> build.Resolved:
         signal.raise_signal(signal.SIGINT)
@@ -122,7 +123,7 @@ def test_a_stop_before_the_first_step_saves_nothing_and_loses_nothing(
     outcome = build.train(small_config, resume=None, say=quiet)
     assert (outcome.step, outcome.signal_number) == (0, signal.SIGINT)
     assert not list(Path(small_config.run.dir).glob("checkpoint-*"))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 class Broken(Exception):
@@ -171,7 +172,7 @@ def test_the_first_failure_anywhere_stops_everything_with_its_cause(
         tree = config.model_dump()
         tree["evaluate"]["prompts"] = config.data.train[0]
         config = parse_config(tree, "test")
-    before = set(threading.enumerate())
+    before, handler = set(threading.enumerate()), signal.getsignal(signal.SIGTERM)
     begin = time.monotonic()
     with pytest.raises(PipelineError if where not in ("save", "evaluate") else Broken) as caught:
         build.train(config, resume=None, say=quiet)
@@ -179,7 +180,7 @@ def test_the_first_failure_anywhere_stops_everything_with_its_cause(
     cause = caught.value if isinstance(caught.value, Broken) else caught.value.__cause__
     assert isinstance(cause, Broken)
     assert set(threading.enumerate()) <= before, "a worker outlived the run"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_a_stuck_worker_cannot_hold_the_run(small_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def run_demo(folder: Path, say: Say, recipe: DemoRecipe = DemoRecipe()) -> int |
         "decode_intraop_threads": torch.get_num_threads(),
         "recipe": asdict(recipe),
     }
-    write_report(folder / "report.html", report, read_metrics(folder / "train" / "metrics.jsonl"), results)
+    write_report(folder / "report.html", report, read_metrics(folder / "train"), results)
     aside = folder / ".report.json.tmp"
     aside.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     aside.replace(done)

@@ -34,11 +34,10 @@ def visibility(
         position = key.clamp(max=last_context)
         # Strictly before the anchor: the target's state at the anchor does not exist yet when the block is drafted.
         seen = (key < context) & (position < anchor) & (document_ids[position] == document_ids[anchor])
-        seen = seen & anchors.valid[block]
         if window is not None:
             seen = seen & (position >= anchor - window)
         slot = key - context
-        # A padding block still sees itself: a row that sees nothing would turn softmax into NaN.
+        # A padding block stands at position 0, so it sees no context, but it sees itself: a row that sees nothing would turn softmax into NaN.
         own = (key >= context) & (slot // block_size == block)
         if causal:
             own = own & (slot <= query)

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from draftsmith.errors import UsageError
 from draftsmith.evaluate.suite import PromptResult
 
 INK, ACCENT, QUIET = "#1d2733", "#0b6e99", "#b8c4ce"
@@ -24,8 +25,11 @@ vertical-align:top}pre{margin:0;white-space:pre-wrap;font-size:.82rem}.quiet{col
 """
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl."""
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Rows of a run folder's metrics.jsonl. Raises UsageError if it has none."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise UsageError(f"run folder '{run}' has no metrics.jsonl; give the folder named by run.dir")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
@@ -117,6 +121,17 @@ def _cards(report: Mapping[str, Any]) -> str:
     return "".join(f"<div><b>{html.escape(str(value))}</b>{html.escape(name)}</div>" for name, value in cards)
 
 
+def _controls(report: Mapping[str, Any]) -> str:
+    """A table of what tau is without a trained drafter or without hidden states, where that was measured."""
+    if "control_tau" not in report:
+        return ""
+    rows = "".join(
+        f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{_number(value)}</td></tr>"
+        for name, value in {"trained drafter": report["tau"], **report["control_tau"]}.items()
+    )
+    return f"<h2>Is it the drafter's work?</h2><table><tr><th>drafter</th><th>tau on the same prompts</th></tr>{rows}</table>"
+
+
 def _examples(results: Sequence[PromptResult]) -> str:
     rows = []
     for result in results[:12]:
@@ -132,10 +147,6 @@ def write_report(
     path: Path, report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], results: Sequence[PromptResult]
 ) -> None:
     """Write the page; it refers to nothing outside itself."""
-    controls = "".join(
-        f"<tr><td>{html.escape(name.replace('_', ' '))}</td><td>{_number(value)}</td></tr>"
-        for name, value in {"trained drafter": report["tau"], **report.get("control_tau", {})}.items()
-    )
     facts = {
         key: report[key] for key in ("target_threads", "drafter_threads", "steps", "training_chats", "seconds") if key in report
     }
@@ -146,8 +157,8 @@ def write_report(
 <div class="figures">{_cards(report)}</div>
 <p class="quiet">tau counts the {report["sound_prompts"]} outputs of which under 30 % of the 4-grams repeat; over all outputs it is
 {_number(report["tau_all"])}. Speeds include each prompt's own pass.</p>
-<h2>Training</h2><div class="plots">{"".join(_plots(report, metrics))}</div>
-<h2>Is it the drafter's work?</h2><table><tr><th>drafter</th><th>tau on the same prompts</th></tr>{controls}</table>
+<h2>Curves</h2><div class="plots">{"".join(_plots(report, metrics))}</div>
+{_controls(report)}
 <h2>Examples</h2><table><tr><th>prompt</th><th>output</th><th>tau</th><th>identical</th><th>answer</th></tr>{_examples(results)}</table>
 </body></html>
 """
