@@ -1,0 +1,1 @@
+"""All knowledge of `torch.compile`'s hazards between threads, and its only caller."""
