@@ -126,7 +126,7 @@ BAD = {
     "not a device": (["train", "--config", "{config}", "target.devices=[tpu9x]"], 2, "is not a device"),
     "missing checkpoint": (["train", "--config", "{config}", "--resume", "nowhere"], 1, "'nowhere' does not exist"),
     "missing drafter": (["generate", "--target", "{target}", "--drafter", "nowhere", "hi"], 1, "config.json is missing"),
-    "another width": (["generate", "--target", "{wide}", "--drafter", "{drafter}", "hi"], 2, "width 32 with 6 layers"),
+    "another width": (["generate", "--target", "{wide}", "--drafter", "{drafter}", "hi"], 2, "width 32, 6 layers"),
     "nothing to export": (["export", "{tmp}", "{tmp}/out"], 2, "holds no checkpoint"),
     "empty prompts": (
         ["evaluate", "--target", "{target}", "--drafter", "{drafter}", "--prompts", "{tmp}/nothing.jsonl"],

@@ -20,7 +20,7 @@ def test_defaults_are_the_papers_recipe() -> None:
     config = parse_config(MINIMAL, "x")
     assert (config.draft.layers, config.draft.block_size, config.draft.target_layers) == (5, 16, 5)
     assert (config.train.anchors, config.train.lr, config.train.warmup, config.train.clip) == (512, 6e-4, 0.04, 1.0)
-    assert (config.train.epochs, config.data.buckets, config.train.precision) == (6.0, [3072], "bf16")
+    assert (config.train.epochs, config.data.longest, config.train.precision) == (6.0, 3072, "bf16")
 
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
@@ -78,6 +78,7 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
         ("lr=1", "not of the form"),
         ("train.lr.x=1", "not of the form"),
         ("train.lr=[", "not YAML"),
+        ("data.buckets=[]", "data.buckets is empty"),
         ("draft.block_size=4000", "larger than the smallest of data.buckets, 3072"),
         ("train.packs_per_step=7", "cannot be shared evenly by 2 drafter replicas"),
         ("draft.attention=flex", "no backward on CPU"),

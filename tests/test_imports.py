@@ -1,6 +1,7 @@
 """Import directions between the rooms, as DESIGN.md draws them."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,13 +21,13 @@ ALLOWED = {
     "target": BASE | {"config", "draft"},
     "checkpoint": BASE | {"config", "draft"},
     "compiling": BASE | {"config", "draft"},
-    "decode": BASE | {"config", "data", "draft", "target"},
+    "decode": BASE | {"draft", "target"},
     "pipeline": BASE | {"config", "draft", "data", "target", "checkpoint", "compiling"},
-    "evaluate": BASE | {"config", "draft", "target", "decode", "data", "checkpoint"},
+    "evaluate": BASE | {"config", "decode", "data", "checkpoint", "target"},
     "runs": BASE,
     "build": ROOMS - {"demo"} | BASE | {"config"},
     "demo": ROOMS | BASE | {"config", "build"},
-    "cli": ROOMS | BASE | {"config", "build"},
+    "cli": {"errors", "config", "build", "demo"},
     "__main__": {"cli"},
     "__init__": BASE | {"config", "build", "checkpoint"},
 }
@@ -77,7 +78,8 @@ def test_importing_the_package_loads_no_torch() -> None:
 
 
 def test_threads_start_in_the_pipeline_and_nowhere_else() -> None:
-    users = {room_of(p) for p in FILES if "threading" in p.read_text(encoding="utf-8")}
+    starts = re.compile(r"threading\.Thread\(|\(threading\.Thread\)|Executor\(|multiprocessing")
+    users = {room_of(p) for p in FILES if starts.search(p.read_text(encoding="utf-8"))}
     assert users == {"pipeline"}
 
 
@@ -90,5 +92,5 @@ def test_no_pickle_and_no_shell() -> None:
 
 
 def test_no_file_holds_two_ideas() -> None:
-    long = {p.name: n for p in FILES if (n := len(p.read_text().splitlines())) > 450}
+    long = {p.name: n for p in FILES if (n := len(p.read_text().splitlines())) > 350}
     assert not long

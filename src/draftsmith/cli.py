@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 usage, 130/143 stopped on request after saving.
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +28,9 @@ DtypeOption = Annotated[Literal["fp32", "bf16"], typer.Option(help="Compute type
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    # A reader that went away must not stop a run.
+    with suppress(OSError):
+        print(line, flush=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -82,8 +85,12 @@ def train(
     outcome = build.train(settings, resume=resume, say=_say)
     if outcome.signal_number is not None:
         _say(f"stopped on request at step {outcome.step}; saved in {settings.run.dir}. Go on with --resume latest")
-        raise typer.Exit(128 + outcome.signal_number)
-    _say(f"done: {outcome.step} steps, drafter in {settings.run.dir}/checkpoint-{outcome.step}")
+    else:
+        _say(f"done: {outcome.step} steps, drafter in {settings.run.dir}/checkpoint-{outcome.step}")
+    code = _exit_code(outcome.signal_number)
+    if outcome.stuck:
+        _leave(code)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -105,19 +112,10 @@ def evaluate(
     import json
 
     from draftsmith import build
-    from draftsmith.evaluate.report import read_metrics, write_report
-    from draftsmith.evaluate.suite import decode_both_ways, load_prompts, summarise
 
-    loaded, speculator = build.load_pair(target, drafter, dtype=dtype, device=device)
-    chosen = load_prompts(loaded, prompts, count)
-    results = list(decode_both_ways(loaded, speculator, chosen, max_new_tokens))
-    report = summarise(results, speculator.config.block_size)
-    text = json.dumps(report, indent=2)
-    _say(text)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "report.json").write_text(text + "\n", encoding="utf-8")
-        write_report(out / "report.html", report, read_metrics(run) if run is not None else [], results)
+    pair = build.load_pair(target, drafter, dtype=dtype, device=device)
+    report = build.evaluate(*pair, prompts, count=count, max_new_tokens=max_new_tokens, out=out, run=run)
+    _say(json.dumps(report, indent=2))
 
 
 @app.command()
@@ -134,12 +132,10 @@ def generate(
     Example: `draftsmith generate --target runs/demo/target --drafter runs/demo/drafter "Reverse this list: cat, dog, owl, bee"`
     """
     from draftsmith import build
-    from draftsmith.data.chat import encode_prompt
 
-    loaded, speculator = build.load_pair(target, drafter, dtype=dtype, device=device)
-    ids = encode_prompt(loaded.tokenizer, [{"role": "user", "content": prompt}])
-    decoded = speculator.decode(ids, max_new_tokens)
-    _say(str(loaded.tokenizer.decode(decoded.ids, skip_special_tokens=True)))
+    pair = build.load_pair(target, drafter, dtype=dtype, device=device)
+    answer, decoded = build.generate(*pair, prompt, max_new_tokens)
+    _say(answer)
     print(f"[{len(decoded.ids)} tokens in {decoded.target_passes} target passes, tau {decoded.tau:.2f}]", file=sys.stderr)
 
 
@@ -190,10 +186,14 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted; nothing was left half-written", file=sys.stderr)
         sys.exit(130)
-    except Exception as error:  # typer's usage errors know how to show themselves
+    except Exception as error:
         show = getattr(error, "show", None)
-        if show is None:
+        if show is not None:  # typer's usage errors know how to show themselves
+            show()
+            sys.exit(2)
+        if _show_traceback:
             raise
-        show()
-        sys.exit(2)
+        print(f"error: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        print("this was not foreseen; run again as `draftsmith --traceback …` to see where", file=sys.stderr)
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

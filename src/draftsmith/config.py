@@ -32,7 +32,10 @@ class DataSection(Section):
     """Training text and how it is packed."""
 
     train: list[str] = Field(min_length=1, description="JSONL files with `messages` or `text`")
-    buckets: list[int] = Field(default=[3072], min_length=1, description="context lengths of packs")
+    longest: int = Field(default=3072, ge=2, description="longer samples are cut; the largest bucket when buckets are chosen")
+    buckets: Literal["auto"] | list[int] = Field(
+        default="auto", description="context lengths of packs; auto chooses from the data"
+    )
 
 
 class DraftSection(Section):
@@ -43,10 +46,10 @@ class DraftSection(Section):
     target_layers: int = Field(default=5, ge=1, description="how many target layers are fused (n)")
     target_layer_ids: list[int] | None = None
     mask_token_id: int | None = None
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    intermediate_size: int | None = Field(default=None, ge=1)
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=2, multiple_of=2)
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     sliding_window: int | None = Field(default=None, ge=1)
     attention: Literal["sdpa", "eager", "flex"] = "sdpa"
@@ -56,11 +59,11 @@ class TrainSection(Section):
     """The recipe. Defaults are DFlash's (arXiv 2602.06036)."""
 
     devices: list[str] = Field(default=["auto"], min_length=1, description="one drafter replica and thread per device")
-    epochs: float = Field(default=6.0, gt=0)
+    epochs: float = Field(default=6.0, gt=0, allow_inf_nan=False)
     max_steps: int | None = Field(default=None, ge=1)
     packs_per_step: int = Field(default=8, ge=1, description="global batch, in packs, over all replicas")
     anchors: int = Field(default=512, ge=1)
-    lr: float = Field(default=6e-4, gt=0)
+    lr: float = Field(default=6e-4, gt=0, allow_inf_nan=False)
     warmup: float = Field(default=0.04, ge=0, le=1, description="share of the steps")
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=1.0, gt=0)
@@ -69,6 +72,14 @@ class TrainSection(Section):
     seed: int = 0
     channel_capacity: int = Field(default=4, ge=1, description="packs buffered per drafter replica")
     cpu_threads: int = Field(default=1, ge=1, description="intra-op threads of each worker on a CPU device")
+
+
+class CompileSection(Section):
+    """Whether and how the training step is compiled (docs/compile-safety.md)."""
+
+    enabled: Literal["auto"] | bool = Field(default="auto", description="auto weighs warm-up time against the steps to do")
+    unplanned: Literal["warn", "error"] = "warn"
+    cache: str = Field(default="~/.cache/draftsmith/compile", description="where compiled artefacts are kept")
 
 
 class CheckpointSection(Section):
@@ -81,7 +92,7 @@ class CheckpointSection(Section):
 class EvaluateSection(Section):
     """Held-out prompts decoded at checkpoints through the real decoding path."""
 
-    prompts: str | None = Field(default=None, description="JSONL with `messages` or `prompt`")
+    prompts: str | None = Field(default=None, description="JSONL with `messages` or `text`")
     max_new_tokens: int = Field(default=128, ge=1)
     count: int = Field(default=16, ge=1, description="prompts decoded at each checkpoint")
 
@@ -100,6 +111,7 @@ class Config(Section):
     data: DataSection
     draft: DraftSection = DraftSection()
     train: TrainSection = TrainSection()
+    compile: CompileSection = CompileSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluate: EvaluateSection = EvaluateSection()
     run: RunSection = RunSection()
@@ -146,7 +158,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"override '{override}' is not of the form section.key=value, for example train.lr=1e-4")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"override '{override}': the value is not YAML; quote it for your shell") from error
     section = tree.setdefault(path[0], {})
     if not isinstance(section, dict):
@@ -177,13 +189,16 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(f"config file '{path}' does not exist; give an existing file with --config") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file '{path}' cannot be read: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"config file '{path}' is not YAML: {' '.join(str(error).split())}") from error
     return parse_config(tree, str(path), overrides)
 
 
 def _cross_check(config: Config, place: str) -> None:
-    smallest = min(config.data.buckets)
+    buckets = config.data.buckets
+    if buckets == []:
+        raise ConfigError(f"{place}: data.buckets is empty; give context lengths, for example [512, 1024], or auto")
+    smallest = config.data.longest if buckets == "auto" else min(buckets)
     if config.draft.block_size > smallest:
         raise ConfigError(
             f"{place}: draft.block_size {config.draft.block_size} is larger than the smallest of data.buckets, {smallest}; "

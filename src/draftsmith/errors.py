@@ -39,3 +39,7 @@ class PipelineError(DraftsmithError):
 
 class ReplicaError(PipelineError):
     """Drafter replicas are no longer bit-identical."""
+
+
+class CompileError(PipelineError):
+    """A graph was needed that the plan did not foresee, and the run was told to stop at one."""

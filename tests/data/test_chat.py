@@ -1,6 +1,7 @@
 """Which tokens are supervised, what is skipped, and what is refused."""
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def record(*messages: dict[str, str]) -> Record:
 @pytest.mark.parametrize("template", [MARKED_TEMPLATE, PLAIN_TEMPLATE])
 def test_exactly_what_the_assistant_wrote_is_supervised_end_of_turn_included(template: str) -> None:
     tokenizer = byte_tokenizer(template)
-    document = encode_record(tokenizer, record(*CHAT), {int(tokenizer.eos_token_id)})
+    document, _ = encode_record(tokenizer, record(*CHAT), {int(tokenizer.eos_token_id)})
     assert (
         document.ids.tolist()
         == tokenizer(str(tokenizer.apply_chat_template(list(CHAT), tokenize=False)), add_special_tokens=False)["input_ids"]
@@ -46,17 +47,52 @@ def test_exactly_what_the_assistant_wrote_is_supervised_end_of_turn_included(tem
 def test_both_ways_of_masking_agree() -> None:
     marked, plain = (byte_tokenizer(t) for t in (MARKED_TEMPLATE, PLAIN_TEMPLATE))
     ends = {int(marked.eos_token_id)}
-    one, two = encode_record(marked, record(*CHAT), ends), encode_record(plain, record(*CHAT), ends)
+    one, two = (encode_record(t, record(*CHAT), ends)[0] for t in (marked, plain))
     assert torch.equal(one.ids, two.ids)
     assert torch.equal(one.loss_mask, two.loss_mask)
 
 
-def test_a_template_that_rewrites_history_is_refused_not_guessed() -> None:
+def test_turns_that_a_template_rewrites_are_context_and_never_supervised() -> None:
     tokenizer = byte_tokenizer(REWRITING_TEMPLATE)
     thinking = [dict(m) for m in CHAT]
     thinking[2]["content"] = "hm</think>hello"
-    with pytest.raises(DataError, match="f:1: the chat template rewrites earlier turns"):
-        encode_record(tokenizer, record(*thinking), {int(tokenizer.eos_token_id)})
+    thinking[4]["content"] = "so</think>bye"
+    document, rewritten = encode_record(tokenizer, record(*thinking), {int(tokenizer.eos_token_id)})
+    assert rewritten == 1
+    assert tokenizer.decode(document.ids[document.loss_mask].tolist()) == "so</think>bye<|im_end|>"
+
+
+@pytest.mark.parametrize("marker", ["{%- generation -%}", "{%generation%}", "{% generation -%}"])
+def test_markers_are_recognised_however_they_are_written(marker: str) -> None:
+    template = MARKED_TEMPLATE.replace("{% generation %}", marker)
+    document, _ = encode_record(byte_tokenizer(template), record(*CHAT), set())
+    assert document.loss_mask.any(), "without end ids the prefix way would supervise the newline too"
+    assert int(document.loss_mask.sum()) == len("hello") + len("no\nmore") + 2
+
+
+STRICT_TEMPLATE = "{% if messages[0].role != 'user' %}{{ raise_exception('start with the user') }}{% endif %}" + PLAIN_TEMPLATE
+
+
+def test_chats_that_the_template_refuses_are_skipped_and_counted(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(STRICT_TEMPLATE)
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    bad = {"messages": [answer, user]}
+    surrogate = {"messages": [user, {"role": "assistant", "content": "\ud800"}]}
+    path = rows(tmp_path / "d.jsonl", bad, {"messages": [user, answer]}, surrogate)
+    documents, counts = encode_files(tokenizer, [path], longest=100, vocab_size=264, ends={int(tokenizer.eos_token_id)})
+    assert [d.name.rpartition(":")[2] for d in documents] == ["2"]
+    assert counts.skipped == {"refused by the chat template": 2}
+
+
+def test_a_template_that_prints_the_date_gives_the_runs_own_day() -> None:
+    template = "{{ strftime_now('%d %b %Y') }}\n" + PLAIN_TEMPLATE
+    tokenizer = byte_tokenizer(template)
+    chat = [{"role": "user", "content": "hi"}]
+    day = date(2031, 4, 9)
+    assert tokenizer.decode(encode_prompt(tokenizer, chat, day)).startswith("09 Apr 2031")
+    document, _ = encode_record(tokenizer, record(*CHAT), {int(tokenizer.eos_token_id)}, day)
+    assert tokenizer.decode(document.ids.tolist()).startswith("09 Apr 2031")
+    assert document.loss_mask.any()
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
@@ -70,7 +106,7 @@ def test_prompt_ends_where_the_assistant_starts() -> None:
 
 
 def test_plain_text_is_supervised_throughout() -> None:
-    document = encode_record(byte_tokenizer(), Record("f:1", None, "abc"), set())
+    document, _ = encode_record(byte_tokenizer(), Record("f:1", None, "abc"), set())
     assert document.loss_mask.tolist() == [True] * 3
 
 

@@ -121,7 +121,7 @@ def test_bad_prompts_and_pairs_are_refused(target: Target) -> None:
         speculator.decode([3, 264, 4], 5)
     with pytest.raises(UsageError, match="width 16"):
         Speculator(target, tiny_drafter(hidden_size=16))
-    with pytest.raises(UsageError, match="with 7 layers"):
+    with pytest.raises(UsageError, match="7 layers"):
         Speculator(target, tiny_drafter(num_target_layers=7))
 
 
@@ -139,16 +139,18 @@ def test_sliding_layers_decode_losslessly(target: Target) -> None:
 
 def test_responses_are_the_targets_own_greedy_answers(tmp_path: Path) -> None:
     target = load_fp32(save_target(tmp_path / "t", seed=4))
-    chats = [
-        [{"role": "user", "content": q}, {"role": "assistant", "content": "?"}]
-        for q in ("hello", "a", "count from 5", "zzz zz")
+    asked = [
+        encode_prompt(target.tokenizer, [{"role": "user", "content": q}]) for q in ("hello", "a", "count from 5", "zzz zz")
     ]
-    written = write_responses(target, chats, max_new_tokens=200, batch_size=3)
-    assert [c[0] for c in written] == [c[0] for c in chats if c[0] in [w[0] for w in written]]
-    for chat in written:
-        ids = encode_prompt(target.tokenizer, chat[:1])
-        plain = decode_plain(target, ids, 200)
-        assert chat[1]["content"] == target.tokenizer.decode(plain.ids[:-1])
+    # Make an end likely, so that finished and unfinished answers both occur.
+    free = [decode_plain(target, ids, 40).ids for ids in asked]
+    ending = dataclasses.replace(target, end_ids=frozenset({free[0][5]}))
+    answers = write_responses(ending, asked, max_new_tokens=40, batch_size=3)
+    assert answers[0] is not None
+    for ids, answer in zip(asked, answers, strict=True):
+        plain = decode_plain(ending, ids, 40).ids
+        ended = plain[-1] in ending.end_ids
+        assert answer == (target.tokenizer.decode(plain[:-1]) if ended else None)
 
 
 def counting_target(folder: Path) -> Path:

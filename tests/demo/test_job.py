@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith import build
+from draftsmith.build import run as build
 from draftsmith.demo.job import DemoRecipe, run_demo
 from draftsmith.demo.target import TargetRecipe
 
@@ -39,7 +39,9 @@ def test_the_demo_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.M
     # An untrained toy target seldom ends its answers; let every answer count.
     from draftsmith.demo import job
 
-    monkeypatch.setattr(job, "write_responses", lambda _target, chats, **_options: chats)
+    monkeypatch.setattr(
+        job, "write_responses", lambda _target, prompts, **_options: [f"answer {n}" for n in range(len(prompts))]
+    )
     said: list[str] = []
     original = build.RunEvents.emit
 

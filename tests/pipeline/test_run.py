@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith import build
+from draftsmith.build import jobs, resume
+from draftsmith.build import run as build
+from draftsmith.checkpoint.export import load_drafter
 from draftsmith.config import Config, parse_config
 from draftsmith.errors import CheckpointError, PipelineError, ReplicaError, UsageError
 from draftsmith.pipeline import coordinator as coordinating
+from draftsmith.pipeline import plan as plan_module
 from draftsmith.pipeline.workers import DrafterWorker
 from draftsmith.target.capture import Capture
 from tests.conftest import save_target, small_tree, write_chats
@@ -72,14 +75,14 @@ def test_report_21_resume_continues_data_order_losses_and_weights_exactly(
 ) -> None:
     """Straight against stopped in the first and in the second epoch: the same samples, losses and weights."""
     seen: list[int] = []
-    original = build.Plan.pack_at
+    original = plan_module.Plan.pack_at
 
-    def noted(plan: build.Plan, position: int) -> int:
+    def noted(plan: plan_module.Plan, position: int) -> int:
         pack = original(plan, position)
         seen.append(position)
         return pack
 
-    monkeypatch.setattr(build.Plan, "pack_at", noted)
+    monkeypatch.setattr(plan_module.Plan, "pack_at", noted)
     straight = variant(small_config, tmp_path / "straight", max_steps=24)
     build.train(straight, resume=None, say=quiet)
     whole, seen[:] = sorted(seen), []
@@ -112,14 +115,14 @@ def test_report_21_resume_continues_data_order_losses_and_weights_exactly(
 def test_a_stop_before_the_first_step_saves_nothing_and_loses_nothing(
     small_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = build.resolve
+    original = build.Coordinator
     before = signal.getsignal(signal.SIGINT)
 
-    def interrupted(config: Config) -> build.Resolved:
+    def interrupted(*args: object, **kwargs: object) -> object:
         signal.raise_signal(signal.SIGINT)
-        return original(config)
+        return original(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(build, "resolve", interrupted)
+    monkeypatch.setattr(build, "Coordinator", interrupted)
     outcome = build.train(small_config, resume=None, say=quiet)
     assert (outcome.step, outcome.signal_number) == (0, signal.SIGINT)
     assert not list(Path(small_config.run.dir).glob("checkpoint-*"))
@@ -194,13 +197,13 @@ def test_a_stuck_worker_cannot_hold_the_run(small_config: Config, monkeypatch: p
             release.wait()
         return original(self, tokens)  # type: ignore[arg-type]
 
-    def fail(self: DrafterWorker) -> None:
+    def fail(self: DrafterWorker, _step: int) -> None:
         while calls[0] < 4:
             pass
         raise Broken("on purpose")
 
     monkeypatch.setattr(Capture, "__call__", stick)
-    monkeypatch.setattr(DrafterWorker, "work", fail)
+    monkeypatch.setattr(DrafterWorker, "_step", fail)
     monkeypatch.setattr(coordinating, "STOP_SECONDS", 0.2)
     with pytest.raises(PipelineError) as caught:
         build.train(small_config, resume=None, say=quiet)
@@ -236,7 +239,7 @@ def test_report_17_tied_targets_save_load_and_continue(tmp_path: Path, tied: boo
     short = parse_config(tree, "test")
     build.train(short, resume=None, say=quiet)
     build.train(config, resume="latest", say=quiet)
-    loaded = build.load_drafter(tmp_path / "run" / "checkpoint-8")
+    loaded = load_drafter(tmp_path / "run" / "checkpoint-8")
     assert not any("embed" in name or "head" in name for name in loaded.state_dict())
     assert json.loads((tmp_path / "run" / "checkpoint-8" / "config.json").read_text())["tie_word_embeddings"] is False
 
@@ -282,14 +285,14 @@ def test_report_e_acceptance_is_measured_by_decoding_during_training(small_confi
     build.train(config, resume=None, say=quiet)
     rows = metrics(config, "evaluation")
     assert [row["step"] for row in rows] == [4, 8]
-    target, speculator = build.load_pair(config.target.model, Path(config.run.dir) / "checkpoint-8", dtype="fp32")
+    target, speculator = jobs.load_pair(config.target.model, Path(config.run.dir) / "checkpoint-8", dtype="fp32")
     prompts = build.load_prompts(target, Path(config.data.train[0]), 3)
     kept = [k for p in prompts for k in speculator.decode(p.ids, 12).kept]
     assert rows[-1]["tau"] == pytest.approx(sum(kept) / len(kept))
 
 
 def test_a_run_folder_in_use_is_refused(small_config: Config) -> None:
-    with build.run_lock(Path(small_config.run.dir)), pytest.raises(UsageError, match="in use by another process"):
+    with resume.run_lock(Path(small_config.run.dir)), pytest.raises(UsageError, match="in use by another process"):
         build.train(small_config, resume=None, say=quiet)
 
 

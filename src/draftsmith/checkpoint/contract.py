@@ -50,14 +50,19 @@ def to_json(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def from_json(tree: dict[str, Any], place: Path) -> DrafterConfig:
+def from_json(tree: Any, place: Path) -> DrafterConfig:
     """Read a config.json; block_size may stand in either place, but not with two values. Raises CheckpointError."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("dflash_config") or {}, dict):
+        raise CheckpointError(f"{place}: not a DFlash drafter config (expected JSON objects)")
     nested = tree.get("dflash_config") or {}
     sizes = {value for value in (tree.get("block_size"), nested.get("block_size")) if value is not None}
     if len(sizes) != 1:
         found = sorted(sizes) or "none"
         raise CheckpointError(f"{place}: block_size is {found}; expected one value, in block_size or dflash_config.block_size")
     rope = tree.get("rope_parameters") or {}
+    kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "?"
+    if kind != "default" or tree.get("rope_scaling"):
+        raise CheckpointError(f"{place}: rotary positions of type '{kind}' are not supported; only 'default' is")
     try:
         return DrafterConfig(
             vocab_size=tree["vocab_size"],
@@ -72,10 +77,10 @@ def from_json(tree: dict[str, Any], place: Path) -> DrafterConfig:
             num_target_layers=tree["num_target_layers"],
             target_layer_ids=tuple(nested["target_layer_ids"]),
             layer_types=tuple(tree.get("layer_types") or [FULL] * tree["num_hidden_layers"]),
-            rope_theta=float(rope.get("rope_theta", tree.get("rope_theta", 1e6))),
+            rope_theta=float(rope.get("rope_theta") or tree.get("rope_theta") or 1e6),
             rms_norm_eps=tree["rms_norm_eps"],
             max_position_embeddings=tree["max_position_embeddings"],
             sliding_window=tree.get("sliding_window") if tree.get("use_sliding_window", True) else None,
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{place}: not a DFlash drafter config ({type(error).__name__}: {error})") from error

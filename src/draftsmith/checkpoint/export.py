@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
 from draftsmith.checkpoint import contract
+from draftsmith.checkpoint.save import MANIFEST, fault_of
 from draftsmith.draft.mask import Backend
 from draftsmith.draft.model import Drafter, DrafterConfig
 from draftsmith.errors import CheckpointError, UsageError
@@ -24,6 +26,9 @@ def load_drafter(folder: Path, *, device: torch.device | str = "cpu", backend: B
 
     Raises CheckpointError.
     """
+    fault = fault_of(folder) if (folder / MANIFEST).exists() else None
+    if fault is not None:
+        raise CheckpointError(f"drafter '{folder}' is a damaged checkpoint: {fault}; use another one")
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         weights = load((folder / "model.safetensors").read_bytes())
@@ -108,16 +113,14 @@ def export_drafter(
             raise UsageError("the speculators format refers to the target and saves its embeddings; give --target")
         tree = _speculators_config(drafter.config, name, target, target_architectures or [])
         weights["embed_tokens.weight"] = embedding.detach().to("cpu", DTYPES[dtype]).contiguous().clone()
-    folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         save_file(weights, aside / "model.safetensors", metadata={"format": "pt"})
         (aside / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
         aside.rename(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise CheckpointError(
-            f"export to '{folder}' failed ({error.strerror}); free some space or choose another place"
-        ) from error
+        raise CheckpointError(f"export to '{folder}' failed ({error}); free some space or choose another place") from error

@@ -6,6 +6,7 @@ A checkpoint is written aside, every file fsynced, listed with size and SHA-256 
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -23,6 +24,9 @@ from draftsmith.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 PREFIX = "checkpoint-"
+FILES = frozenset(
+    ["config.json", "model.safetensors", "optimizer.safetensors", "scheduler.json", "rng_state.json", "trainer_state.json"]
+)
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,24 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
 
 
+def sweep(root: Path) -> None:
+    """Remove what killed saves left behind. Call it while holding the run folder."""
+    for pattern in (f".{PREFIX}*.partial", f".{PREFIX}*.trash"):
+        for leftover in root.glob(pattern):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def set_aside_after(root: Path, step: int) -> list[str]:
+    """Rename checkpoints later than `step`, which belong to a branch that is being left; a line for each."""
+    told = []
+    for number, path in _numbered(root):
+        if number > step:
+            free = next(n for n in itertools.count() if not (root / f"left-{n}-{path.name}").exists())
+            path.rename(root / f"left-{free}-{path.name}")
+            told.append(f"going back to step {step}: {path.name} is now left-{free}-{path.name}")
+    return told
+
+
 def _numbered(root: Path) -> list[tuple[int, Path]]:
     found = []
     for path in root.glob(f"{PREFIX}*"):
@@ -148,6 +170,9 @@ def fault_of(folder: Path) -> str | None:
     """Why `folder` is not a complete checkpoint, or None if it is."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        unlisted = FILES - manifest["files"].keys()
+        if unlisted:
+            return f"its manifest does not list {', '.join(sorted(unlisted))}"
         for name, facts in manifest["files"].items():
             path = folder / name
             if path.stat().st_size != facts["bytes"]:

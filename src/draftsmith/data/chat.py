@@ -1,24 +1,30 @@
 """Records to tokens: the tokenizer's own chat template, and a loss mask over exactly what the assistant wrote.
 
 The mask comes from the template's generation markers where it has them, else from rendering prefixes of the chat. A
-template that rewrites earlier turns makes prefixes disagree; that is refused, not guessed.
+template that rewrites earlier turns makes their prefixes disagree: such turns are context and never supervised, since
+their tokens are not what the target would be given when it serves them.
 """
 
+import re
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.text import Record, read_records
 from draftsmith.errors import DataError
 from draftsmith.types import Document
 
+MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
 
 @dataclass
 class DataCounts:
-    """What happened to the rows of the training files."""
+    """What happened to the rows of the training files. turns_unsupervised: assistant turns that the template rewrites."""
 
     rows: int = 0
     used: int = 0
@@ -26,6 +32,7 @@ class DataCounts:
     skipped: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     supervised: int = 0
+    turns_unsupervised: int = 0
 
     def skip(self, reason: str) -> None:
         """Count one row that is left out for `reason`."""
@@ -34,78 +41,112 @@ class DataCounts:
     def line(self) -> str:
         """One line for people."""
         skipped = ", ".join(f"{n} {reason}" for reason, n in sorted(self.skipped.items())) or "none"
+        rewritten = (
+            f"; {self.turns_unsupervised} earlier turns rewritten by the template, not supervised"
+            if self.turns_unsupervised
+            else ""
+        )
         return (
             f"{self.used} of {self.rows} samples used ({self.tokens} tokens, {self.supervised} supervised); "
-            f"{self.cut} cut to the longest bucket; skipped: {skipped}"
+            f"{self.cut} cut to the longest bucket; skipped: {skipped}{rewritten}"
         )
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Token ids of a chat up to where the assistant starts to write."""
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], day: date | None, **options: Any) -> Any:
+    if day is not None:
+        # Several templates print today's date: a run that is resumed tomorrow must see the same tokens.
+        options["strftime_now"] = day.strftime
+    return tokenizer.apply_chat_template(messages, **options)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], day: date | None = None) -> list[int]:
+    """Token ids of a chat up to where the assistant starts to write. day: the date a template may print, None for today."""
     if not tokenizer.chat_template:
         raise DataError(
             f"tokenizer '{tokenizer.name_or_path}' has no chat template but the data has 'messages'; "
             "use an instruct model or rows with 'text'"
         )
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    text = _render(tokenizer, messages, day, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _mask_by_prefixes(tokenizer: PreTrainedTokenizerBase, record: Record, ids: list[int], ends: set[int]) -> list[bool]:
-    messages = list(record.messages or ())
-    mask = [False] * len(ids)
+def _whole(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], day: date | None) -> list[int]:
+    return list(tokenizer(_render(tokenizer, messages, day, tokenize=False), add_special_tokens=False)["input_ids"])
+
+
+def _mask_by_prefixes(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], ids: list[int], ends: set[int], day: date | None
+) -> tuple[list[bool], int]:
+    """The mask, and how many assistant turns could not be supervised because they render differently inside the chat."""
+    mask, rewritten = [False] * len(ids), 0
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or turn == 0:
             continue
-        start = encode_prompt(tokenizer, messages[:turn])
-        text = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
-        stop = tokenizer(text, add_special_tokens=False)["input_ids"]
+        start = encode_prompt(tokenizer, messages[:turn], day)
+        stop = _whole(tokenizer, messages[: turn + 1], day)
         if ids[: len(start)] != start or ids[: len(stop)] != stop:
-            raise DataError(
-                f"{record.name}: the chat template rewrites earlier turns (turn {turn} renders differently inside the whole "
-                "chat), so what the assistant wrote cannot be told; add {% generation %} markers to the template"
-            )
+            rewritten += 1
+            continue
         for place in range(len(start), len(stop)):
             mask[place] = True
             # What follows the end-of-turn token, often a newline, is the template's and never the target's.
             if ids[place] in ends:
                 break
-    return mask
+    return mask, rewritten
 
 
-def encode_record(tokenizer: PreTrainedTokenizerBase, record: Record, ends: set[int]) -> Document:
-    """Tokens and loss mask of one record; `ends` are the ids that end a turn. Plain text is supervised throughout."""
+def encode_record(
+    tokenizer: PreTrainedTokenizerBase, record: Record, ends: set[int], day: date | None = None
+) -> tuple[Document, int]:
+    """Tokens and loss mask of one record, and its turns that the template rewrites; `ends` are the ids that end a turn.
+
+    Plain text is supervised throughout. Raises jinja2.TemplateError where the template refuses the chat.
+    """
+    rewritten = 0
     if record.messages is None:
-        ids = tokenizer(record.text or "", add_special_tokens=False)["input_ids"]
-        return Document(record.name, torch.tensor(ids, dtype=torch.long), torch.ones(len(ids), dtype=torch.bool))
-    messages = list(record.messages)
-    if not messages:
-        return Document(record.name, torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.bool))
-    encode_prompt(tokenizer, messages[:1])
-    if "{% generation %}" in str(tokenizer.chat_template):
-        out: Any = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids = list(tokenizer(record.text or "", add_special_tokens=False)["input_ids"])
+        mask = [True] * len(ids)
+    elif not record.messages:
+        ids, mask = [], []
+    elif not tokenizer.chat_template:
+        encode_prompt(tokenizer, [])
+    elif MARKERS.search(str(tokenizer.chat_template)):
+        options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        out = _render(tokenizer, list(record.messages), day, **options)
         ids, mask = list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
     else:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        mask = _mask_by_prefixes(tokenizer, record, ids, ends)
-    return Document(record.name, torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.bool))
+        messages = list(record.messages)
+        ids = _whole(tokenizer, messages, day)
+        mask, rewritten = _mask_by_prefixes(tokenizer, messages, ids, ends, day)
+    document = Document(record.name, torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.bool))
+    return document, rewritten
 
 
 def encode_files(
-    tokenizer: PreTrainedTokenizerBase, paths: list[Path], *, longest: int, vocab_size: int, ends: set[int]
+    tokenizer: PreTrainedTokenizerBase,
+    paths: list[Path],
+    *,
+    longest: int,
+    vocab_size: int,
+    ends: set[int],
+    day: date | None = None,
 ) -> tuple[list[Document], DataCounts]:
     """All usable documents of the files, in order.
 
     Rules: a sample longer than `longest` tokens keeps its first `longest`; one with no supervised token after its first
-    position teaches nothing and is skipped; an id outside the target's `vocab_size` rows raises DataError, since on a GPU
-    it would poison the device. Raises DataError if no sample is left.
+    position teaches nothing and is skipped, as is one that the chat template refuses; an id outside the target's
+    `vocab_size` rows raises DataError, since on a GPU it would poison the device. Raises DataError if no sample is left.
     """
     documents, counts = [], DataCounts()
     for path in paths:
         for record in read_records(path):
             counts.rows += 1
-            document = encode_record(tokenizer, record, ends)
+            try:
+                document, rewritten = encode_record(tokenizer, record, ends, day)
+            except (TemplateError, TypeError, ValueError, UnicodeError):
+                counts.skip("refused by the chat template")
+                continue
+            counts.turns_unsupervised += rewritten
             ids, mask = document.ids, document.loss_mask
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
                 worst = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
@@ -129,6 +170,6 @@ def encode_files(
     if not documents:
         raise DataError(
             f"no sample in {', '.join(str(p) for p in paths)} has a supervised token ({counts.line()}); "
-            "rows need an assistant turn, or 'text'"
+            "rows need an assistant turn, or 'text'; for a template that rewrites turns add {% generation %} markers"
         )
     return documents, counts

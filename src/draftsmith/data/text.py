@@ -47,7 +47,7 @@ def read_records(path: Path) -> Iterator[Record]:
                         raise DataError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
                     yield _record(row, f"{path}:{number}")
     except FileNotFoundError:
-        raise DataError(f"data file '{path}' does not exist; check data.train in the config") from None
+        raise DataError(f"data file '{path}' does not exist; check the path") from None
     except IsADirectoryError:
         raise DataError(f"data file '{path}' is a folder; name the JSONL files in it") from None
     except UnicodeDecodeError as error:

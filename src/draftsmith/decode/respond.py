@@ -1,33 +1,31 @@
 """The target writes the training responses: batched greedy decoding of many prompts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from draftsmith.data.chat import encode_prompt
 from draftsmith.target.load import Target
 
 
 def write_responses(
     target: Target,
-    chats: list[list[dict[str, str]]],
+    prompts: Sequence[list[int]],
     *,
     max_new_tokens: int,
     batch_size: int = 64,
     progress: Callable[[int, int], None] | None = None,
-) -> list[list[dict[str, str]]]:
-    """Replace each chat's assistant turn by the target's own greedy answer; chats whose answer does not end are dropped.
+) -> list[str | None]:
+    """The target's own greedy answer to each prompt, without its end-of-turn token; None where it did not end in time.
 
-    Prompts of similar length share a batch, padded on the left. The order of the chats is kept.
+    Prompts of similar length share a batch, padded on the left.
     """
-    prompts = [encode_prompt(target.tokenizer, chat[:-1]) for chat in chats]
-    order = sorted(range(len(chats)), key=lambda i: len(prompts[i]))
-    pad = next(iter(sorted(target.end_ids)))
-    answers: dict[int, str] = {}
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    ends = sorted(target.end_ids)
+    answers: list[str | None] = [None] * len(prompts)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         longest = max(len(prompts[i]) for i in rows)
-        ids = torch.full((len(rows), longest), pad)
+        ids = torch.full((len(rows), longest), ends[0])
         mask = torch.zeros(len(rows), longest, dtype=torch.long)
         for row, number in enumerate(rows):
             ids[row, longest - len(prompts[number]) :] = torch.tensor(prompts[number])
@@ -38,18 +36,14 @@ def write_responses(
                 attention_mask=mask.to(target.device),
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
-                eos_token_id=sorted(target.end_ids),
-                pad_token_id=pad,
+                eos_token_id=ends,
+                pad_token_id=ends[0],
             )
         for row, number in enumerate(rows):
             written = out[row, longest:].tolist()
-            stops = [place for place, token in enumerate(written) if token in target.end_ids]
-            if stops:
-                answers[number] = str(target.tokenizer.decode(written[: stops[0]]))
+            stop = next((place for place, token in enumerate(written) if token in target.end_ids), None)
+            if stop is not None:
+                answers[number] = str(target.tokenizer.decode(written[:stop]))
         if progress is not None:
             progress(min(start + batch_size, len(order)), len(order))
-    return [
-        [*chat[:-1], {"role": "assistant", "content": answers[number]}]
-        for number, chat in enumerate(chats)
-        if number in answers
-    ]
+    return answers

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from draftsmith.decode.acceptance import accept_greedy
-from draftsmith.draft.model import Drafter, KeyValue
+from draftsmith.draft.model import Drafter, DrafterConfig, KeyValue
 from draftsmith.errors import UsageError
 from draftsmith.target.capture import Recorder
 from draftsmith.target.load import Target, share_weights
@@ -81,21 +81,31 @@ def decode_plain(target: Target, prompt: list[int], max_new_tokens: int) -> Deco
     return Decoded(new, [1] * (len(new) - 1), len(new))
 
 
+def check_pair(config: DrafterConfig, target: Target) -> None:
+    """Raise UsageError unless a drafter of this shape belongs to a target of this one."""
+    expected = (config.hidden_size, config.num_target_layers, config.vocab_size)
+    found = (target.hidden_size, target.num_layers, target.vocab_size)
+    if expected != found:
+        raise UsageError(
+            "drafter expects a target of width {}, {} layers and a vocabulary of {}, but ".format(*expected)
+            + f"'{target.name}' has "
+            + "width {}, {} layers and a vocabulary of {}; use the target it was trained for".format(*found)
+        )
+
+
 class Speculator:
     """A target and a drafter ready to decode together; owns a hooked copy of the target over the same weights."""
 
     def __init__(self, target: Target, drafter: Drafter, features: FeatureFilter | None = None) -> None:
-        config = drafter.config
-        if (config.hidden_size, config.num_target_layers) != (target.hidden_size, target.num_layers):
-            raise UsageError(
-                f"drafter expects a target of width {config.hidden_size} with {config.num_target_layers} layers, but "
-                f"'{target.name}' has width {target.hidden_size} and {target.num_layers} layers; use the target it was trained for"
-            )
-        self.target, self.drafter, self.config = target, drafter.eval(), config
+        check_pair(drafter.config, target)
+        # A copy over the same weights: a block is too small for flex, and the one in training must keep its backend.
+        self.drafter = share_weights(drafter)
+        self.drafter.backend = "sdpa"
+        self.target, self.config = target, drafter.config
         self._features = features
         self._model = share_weights(target.model)
         blocks = self._model.get_decoder().layers
-        self._recorder = Recorder(blocks, config.target_layer_ids)
+        self._recorder = Recorder(blocks, self.config.target_layer_ids)
 
     def _pass(self, ids: list[int], cache: DynamicCache, keep: int) -> tuple[Tensor, Tensor]:
         """One target pass over new ids: greedy choices of the last `keep` positions (all if 0), features [1, T, n*D]."""

@@ -58,6 +58,18 @@ class DrafterConfig:
             )
         if SLIDING in self.layer_types and not self.sliding_window:
             raise ConfigError(f"draft.layer_types asks for '{SLIDING}' but draft.sliding_window is not set; set it to W > 0")
+        counts = {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+        }
+        for name, value in counts.items():
+            if value < 1 or (name == "head_dim" and value % 2):
+                raise ConfigError(
+                    f"draft.{name} is {value}; expected {'an even number' if name == 'head_dim' else 'at least 1'}"
+                )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"draft heads: {self.num_attention_heads} query heads are not a multiple of "

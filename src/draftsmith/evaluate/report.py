@@ -30,7 +30,13 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UsageError(f"run folder '{run}' has no metrics.jsonl; give the folder named by run.dir")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # a line cut by a crash
+    return [row for row in rows if isinstance(row, dict) and "kind" in row]
 
 
 def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:

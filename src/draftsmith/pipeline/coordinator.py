@@ -8,22 +8,24 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
+from draftsmith.compiling.warmup import Warmed
 from draftsmith.errors import PipelineError, ReplicaError
 from draftsmith.pipeline.channel import Channel, ChannelClosed
-from draftsmith.pipeline.plan import Plan
 from draftsmith.pipeline.replicas import GradientExchange, Replica
-from draftsmith.pipeline.step import StepSettings
-from draftsmith.pipeline.workers import DrafterWorker, Event, Failed, StepDone, TargetWorker, Wake, Worker
-from draftsmith.target.capture import Capture
-from draftsmith.types import Batch, Tokens
+from draftsmith.pipeline.workers import DrafterWorker, Event, Failed, Job, Ready, StepDone, TargetWorker, Wake, Worker
+from draftsmith.types import Batch
 
 STOP_SECONDS = 4.0
 Emit = Callable[[str, Mapping[str, object]], None]
+Interrupted = Callable[[], bool]
+Save = Callable[[int, Replica, str], None]
+Evaluate = Callable[[int, Replica, Interrupted], None]
 
 
 @dataclass
@@ -62,85 +64,82 @@ def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Everything a run needs, already built: replicas, captures, packs and the plan."""
-
-    replicas: Sequence[Replica]
-    captures: Sequence[Capture]
-    packs: Sequence[Tokens]
-    plan: Plan
-    settings: StepSettings
-    peak_lr: float
-    warmup: float
-    channel_capacity: int
-    cpu_threads: int
-    checkpoint_every: int
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """step: optimizer steps done; signal_number: the signal that ended the run early, if one did."""
+    """step: optimizer steps done; signal_number: the signal that ended the run early, if one did; stuck: workers that were
+    still inside a piece of work when the run ended, so that the process must not wait for them."""
 
     step: int
     signal_number: int | None
+    stuck: tuple[str, ...] = ()
 
 
 class Coordinator:
-    """Runs a job from `start_step`. `save(step, replica)` persists, `evaluate(step, replica)` measures, `emit` reports."""
+    """Runs a job from `start_step`. `save(step, replica, digest)` persists, `evaluate(step, replica, interrupted)` measures and
+    ends early once `interrupted()`, `emit` reports."""
 
     def __init__(
         self,
         job: Job,
         *,
-        save: Callable[[int, Replica], None],
-        evaluate: Callable[[int, Replica], None],
+        save: Save,
+        evaluate: Evaluate,
         emit: Emit,
         stop: StopRequest,
     ) -> None:
         self.job, self.stop = job, stop
         self._save, self._evaluate, self._emit = save, evaluate, emit
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._exchange = GradientExchange(len(job.replicas))
+        self._seen: deque[Event] = deque()
+        self._exchange = GradientExchange(len(job.replicas), job.compiler.gate)
         self._channels: list[Channel[Batch]] = [Channel(job.channel_capacity) for _ in job.replicas]
         self._drafters: list[DrafterWorker] = []
         self._workers: list[Worker] = []
 
     def run(self, start_step: int) -> Outcome:
         """Train until the plan ends or a stop is asked for; raises PipelineError with a worker's exception as its cause."""
-        self._start(start_step)
         self.stop.wake = lambda: self._events.put(Wake())
         try:
+            self._start(start_step)
             outcome = self._drive(start_step)
         except BaseException as error:
             self._end(error)
             raise
         finally:
             self.stop.wake = None
-        self._end(None)
-        return outcome
+        return replace(outcome, stuck=tuple(self._end(None)))
 
     def _start(self, start_step: int) -> None:
-        job = self.job
+        """Start the drafters, let them warm up, and only then the targets: nothing else may run while they compile."""
         self._drafters = [
-            DrafterWorker(
-                replica,
-                self._exchange,
-                channel,
-                job.plan,
-                job.settings,
-                (job.peak_lr, job.warmup),
-                self._events,
-                job.cpu_threads,
-            )
-            for replica, channel in zip(job.replicas, self._channels, strict=True)
+            DrafterWorker(rank, self.job, self._exchange, channel, self._events) for rank, channel in enumerate(self._channels)
         ]
-        targets = [
-            TargetWorker(rank, capture, job.packs, job.plan, start_step, self._channels, self._events, job.cpu_threads)
-            for rank, capture in enumerate(job.captures)
-        ]
-        self._workers = [*targets, *self._drafters]
-        for worker in self._workers:
+        self._launch(self._drafters)
+        self._await_warm()
+        if self.stop:
+            return
+        self.job.compiler.seal()
+        targets = range(len(self.job.captures))
+        self._launch([TargetWorker(rank, self.job, start_step, self._channels, self._events) for rank in targets])
+
+    def _launch(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            self._workers.append(worker)
             worker.start()
+
+    def _await_warm(self) -> None:
+        """Wait until every drafter has run every bucket, reporting each with what is left to do."""
+        waiting, total, done = len(self._drafters), len(self.job.buckets) * len(self._drafters), 0
+        while waiting and not self.stop:
+            event = self._next_event()
+            if isinstance(event, Failed):
+                raise self._blame(event)
+            if isinstance(event, Warmed):
+                done += 1
+                self._emit(
+                    "warmup",
+                    {"worker": event.worker, "shape": event.shape, "seconds": event.seconds, "done": done, "of": total},
+                )
+            waiting -= isinstance(event, Ready)
 
     def _drive(self, start_step: int) -> Outcome:
         step, saved = start_step, start_step
@@ -153,7 +152,9 @@ class Coordinator:
                 self._checkpoint(step)
                 saved = step
                 if not self.stop:
-                    self._evaluate(step, self.job.replicas[0])
+                    # Decoding runs the target eagerly, as capture does.
+                    with self.job.compiler.gate.shared():
+                        self._evaluate(step, self.job.replicas[0], self._interrupted)
         if saved != step:
             self._checkpoint(step)
         return Outcome(step, self.stop.signal_number)
@@ -165,13 +166,22 @@ class Coordinator:
     def _await_step(self, step: int) -> list[StepDone]:
         done: list[StepDone] = []
         while len(done) < len(self._drafters):
-            event = self._events.get()
+            event = self._next_event()
             if isinstance(event, Failed):
                 raise self._blame(event)
             if isinstance(event, StepDone):
                 assert event.step == step, f"replica {event.rank} reported step {event.step} during {step}"
                 done.append(event)
         return sorted(done, key=lambda d: d.rank)
+
+    def _next_event(self) -> Event:
+        return self._seen.popleft() if self._seen else self._events.get()
+
+    def _interrupted(self) -> bool:
+        """Whether a stop was asked for or a worker has failed; looks without waiting and loses no event."""
+        while not self._events.empty():
+            self._seen.append(self._events.get())
+        return bool(self.stop) or any(isinstance(event, Failed) for event in self._seen)
 
     def _blame(self, first: Failed) -> PipelineError:
         error = PipelineError(f"{first.worker} failed: {type(first.error).__name__}: {first.error}")
@@ -194,20 +204,24 @@ class Coordinator:
                 "data_wait": wait / (busy + wait) if busy + wait else 0.0,
                 "target_blocked_s": sum(c.put_wait_s for c in self._channels),
                 "drafter_blocked_s": sum(c.get_wait_s for c in self._channels),
+                "gate_wait_s": self.job.compiler.gate.metrics.total_wait_s,
+                "unplanned_compiles": self.job.compiler.metrics.unplanned,
             },
         )
 
     def _checkpoint(self, step: int) -> None:
-        digests = [replica.digest() for replica in self.job.replicas]
+        with self.job.compiler.gate.shared():
+            digests = [replica.digest() for replica in self.job.replicas]
         if len(set(digests)) != 1:
             told = ", ".join(f"replica {r}: {d[:12]}" for r, d in enumerate(digests))
             raise ReplicaError(
                 f"drafter replicas differ at step {step} ({told}); nothing was saved. Resume from the last checkpoint and report this"
             )
-        self._save(step, self.job.replicas[0])
+        with self.job.compiler.gate.shared():
+            self._save(step, self.job.replicas[0], digests[0])
 
-    def _end(self, error: BaseException | None) -> None:
-        """Wake and join every worker; raises PipelineError if one does not end in time and nothing worse is under way."""
+    def _end(self, error: BaseException | None) -> list[str]:
+        """Wake and join every worker; the names of those that are still busy when their time is up."""
         for channel in self._channels:
             channel.close(error or ChannelClosed("the run has ended"))
         if error is not None:
@@ -218,7 +232,6 @@ class Coordinator:
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
         stuck = [worker.name for worker in self._workers if worker.is_alive()]
-        if stuck and error is None:
-            raise PipelineError(f"{', '.join(stuck)} did not end within {STOP_SECONDS:.0f} s of the last step")
         if stuck and error is not None:
             error.add_note(f"still busy when the run stopped: {', '.join(stuck)}")
+        return stuck

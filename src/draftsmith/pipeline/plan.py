@@ -1,7 +1,7 @@
 """Which pack goes where, and when: a pure function of the seed, so that resume is exact and any number of workers agrees.
 
 Positions number an endless stream of packs. Position p is the (p mod n)-th pack of epoch p // n in that epoch's order.
-Optimizer step t takes positions t*G .. (t+1)*G - 1 (G packs a step); replica r takes its contiguous share.
+Optimizer step t takes positions t*G .. (t+1)*G - 1 (G packs a step); replica r takes every R-th of them.
 """
 
 import hashlib
@@ -44,7 +44,8 @@ class Plan:
     def route(self, position: int, start_step: int) -> tuple[int, int]:
         """Replica that trains on a position, and the position's number in that replica's channel of this attempt."""
         step, offset = divmod(position, self.per_step)
-        replica, place = divmod(offset, self.share)
+        # In turn, so that with a share larger than a channel no replica waits while another's packs are captured.
+        place, replica = divmod(offset, self.replicas)
         return replica, (step - start_step) * self.share + place
 
     def target_positions(self, target: int, start_step: int) -> range:

@@ -6,6 +6,7 @@ import threading
 import torch
 from torch import Tensor, nn
 
+from draftsmith.compiling.gate import Gate
 from draftsmith.config import TrainSection
 from draftsmith.draft.model import Drafter
 from draftsmith.errors import PipelineError
@@ -16,11 +17,11 @@ class GradientExchange:
     """Sums flat gradients and weights over all replicas; every replica ends with the same bits.
 
     Each replica sums one slice over all, in rank order, then all copy every slice. A failing replica aborts the barrier,
-    which wakes the others with `threading.BrokenBarrierError`.
+    which wakes the others with `threading.BrokenBarrierError`. Nobody waits at the barrier while inside the gate.
     """
 
-    def __init__(self, replicas: int) -> None:
-        self.replicas = replicas
+    def __init__(self, replicas: int, gate: Gate | None = None) -> None:
+        self.replicas, self.gate = replicas, gate or Gate()
         self._barrier = threading.Barrier(replicas)
         self._gradients: list[Tensor | None] = [None] * replicas
         self._weights = [0.0] * replicas
@@ -42,16 +43,18 @@ class GradientExchange:
         total = sum(self._weights)
         bounds = [gradient.numel() * r // self.replicas for r in range(self.replicas + 1)]
         mine = slice(bounds[rank], bounds[rank + 1])
-        parts = [g[mine] for g in self._gradients if g is not None]
-        summed = parts[0].to(gradient.device, copy=True)
-        for part in parts[1:]:
-            summed += part.to(gradient.device)
-        # A step in which no slot was supervised has no weight and zero gradients: it must stay zero, not become NaN.
-        self._slices[rank] = summed / total if total > 0 else summed
+        with self.gate.shared():
+            parts = [g[mine] for g in self._gradients if g is not None]
+            summed = parts[0].to(gradient.device, copy=True)
+            for part in parts[1:]:
+                summed += part.to(gradient.device)
+            # A step in which no slot was supervised has no weight and zero gradients: it must stay zero, not become NaN.
+            self._slices[rank] = summed / total if total > 0 else summed
         self._meet(gradient.device)
-        for r, done in enumerate(self._slices):
-            assert done is not None
-            gradient[bounds[r] : bounds[r + 1]] = done.to(gradient.device)
+        with self.gate.shared():
+            for r, done in enumerate(self._slices):
+                assert done is not None
+                gradient[bounds[r] : bounds[r + 1]] = done.to(gradient.device)
         return total
 
 
@@ -86,6 +89,11 @@ class Replica:
     def update(self, exchange: GradientExchange, weight: float, lr: float) -> float:
         """Average gradients, clip, step, zero; returns the gradient norm before clipping. All replicas do the same bits."""
         exchange.average(self.rank, self.gradient, weight)
+        # Eager AdamW asks whether something compiles and would take another path: it belongs inside the gate.
+        with exchange.gate.shared():
+            return self._step(lr)
+
+    def _step(self, lr: float) -> float:
         norm = float(self.gradient.norm())
         if norm != norm or norm == float("inf"):
             raise PipelineError(
@@ -102,7 +110,7 @@ class Replica:
 
     def digest(self) -> str:
         """SHA-256 of the weights' bytes, in the order of `names`."""
-        return hashlib.sha256(self.flat.detach().cpu().numpy().tobytes()).hexdigest()
+        return hashlib.sha256(self.flat.detach().cpu().numpy().data).hexdigest()
 
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
         shapes = dict(self.drafter.named_parameters())

@@ -1,5 +1,6 @@
 """Batch to loss to gradients: forward and backward of one pack on one replica."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from draftsmith.draft.loss import accepted_lengths, chunked_head_loss, slot_weig
 from draftsmith.draft.mask import build_mask
 from draftsmith.draft.model import SLIDING, Drafter
 from draftsmith.pipeline.plan import generator_for
-from draftsmith.types import Batch, StepResult
+from draftsmith.types import Batch, HiddenStates, StepResult, Tokens
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,43 @@ def layer_masks(drafter: Drafter, document_ids: Tensor, anchors: Anchors) -> dic
     }
 
 
-def drafted_hidden(drafter: Drafter, ends: FrozenEnds, batch: Batch, anchors: Anchors, dtype: torch.dtype) -> Tensor:
+Core = Callable[[Drafter, Tensor, Tensor, Tensor, Tensor, dict[str, Tensor | BlockMask]], Tensor]
+
+
+def drafter_core(
+    drafter: Drafter,
+    features: Tensor,
+    context_positions: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    masks: dict[str, Tensor | BlockMask],
+) -> Tensor:
+    """The part of a step that is worth compiling: context and slots to hidden states, [1, A*K, D].
+
+    Shapes depend on the bucket alone; anchors and masks are data, so fresh ones each step need no new graph.
+    """
+    return drafter(slots, positions, drafter.encode_context(features, context_positions), masks)
+
+
+def drafted_hidden(
+    drafter: Drafter, ends: FrozenEnds, batch: Batch, anchors: Anchors, dtype: torch.dtype, core: Core = drafter_core
+) -> Tensor:
     """Drafter outputs of all slots of a pack, [A, K, D]. Anchors and everything else live on the drafter's device."""
     device, config, tokens = ends.head.device, drafter.config, batch.tokens
     if batch.hidden.ready is not None and device.type == "cuda":
         torch.cuda.current_stream(device).wait_event(batch.hidden.ready)
-    features = batch.hidden.features.to(device=device, dtype=dtype, non_blocking=True)
+    # Towards the CPU a copy that does not block would be read before it ends.
+    features = batch.hidden.features.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
     document_ids, position_ids = tokens.document_ids.to(device), tokens.position_ids.to(device)
     slots = block_inputs(tokens.ids.to(device), anchors, config.block_size, config.mask_token_id)
     positions = slot_positions(position_ids, anchors, config.block_size)
-    context = drafter.encode_context(features[None], position_ids[None])
     embedded = F.embedding(slots.flatten(), ends.embedding).to(dtype)
-    hidden = drafter(embedded[None], positions.flatten()[None], context, layer_masks(drafter, document_ids, anchors))
+    masks = layer_masks(drafter, document_ids, anchors)
+    hidden = core(drafter, features[None], position_ids[None], embedded[None], positions.flatten()[None], masks)
     return hidden[0].unflatten(0, (anchors.positions.numel(), config.block_size))
 
 
-def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSettings) -> StepResult:
+def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSettings, core: Core = drafter_core) -> StepResult:
     """Forward and, where gradients are enabled, backward of the *sum* of the weighted losses; divide by all weights later.
 
     Gradients add up in the parameters' `.grad`. A pack without supervised slots gives zeros, never NaN.
@@ -81,7 +103,7 @@ def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSet
     device, block_size, tokens = ends.head.device, drafter.config.block_size, batch.tokens
     on_host = anchors_for(batch, settings, block_size)
     anchors = Anchors(on_host.positions.to(device), on_host.valid.to(device))
-    hidden = drafted_hidden(drafter, ends, batch, anchors, settings.dtype)
+    hidden = drafted_hidden(drafter, ends, batch, anchors, settings.dtype, core)
     ids, loss_mask = tokens.ids.to(device), tokens.loss_mask.to(device)
     targets = slot_targets(ids, loss_mask, tokens.document_ids.to(device), anchors, block_size)
     weights = slot_weights(block_size, settings.gamma).to(device).expand_as(targets.labels)
@@ -106,3 +128,11 @@ def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSet
         blocks=int(measured.sum()),
         tokens=sum(tokens.lengths),
     )
+
+
+def blank_batch(bucket: int, drafter: Drafter, dtype: torch.dtype, device: torch.device) -> Batch:
+    """A pack of the given bucket for warming up: one document, all supervised, features zero in the target's dtype."""
+    width = len(drafter.config.target_layer_ids) * drafter.config.hidden_size
+    zeros = torch.zeros(bucket, dtype=torch.long)
+    tokens = Tokens(zeros, torch.ones(bucket, dtype=torch.bool), zeros, torch.arange(bucket), (bucket,), ("blank",))
+    return Batch(0, tokens, HiddenStates(torch.zeros(bucket, width, dtype=dtype, device=device)))

@@ -5,15 +5,41 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from draftsmith.compiling.compiler import Compiler
+from draftsmith.compiling.warmup import Warmed, warm_up
 from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.plan import Plan, learning_rate
 from draftsmith.pipeline.replicas import GradientExchange, Replica
-from draftsmith.pipeline.step import StepSettings, run_pack
+from draftsmith.pipeline.step import Core, StepSettings, blank_batch, run_pack
 from draftsmith.target.capture import Capture
 from draftsmith.types import Batch, StepResult, Tokens
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs, already built: replicas, captures, packs and the plan."""
+
+    replicas: Sequence[Replica]
+    captures: Sequence[Capture]
+    packs: Sequence[Tokens]
+    plan: Plan
+    settings: StepSettings
+    peak_lr: float
+    warmup: float
+    channel_capacity: int
+    cpu_threads: int
+    checkpoint_every: int
+    compiler: Compiler
+    core: Core
+
+    @property
+    def buckets(self) -> list[int]:
+        """Context lengths that the packs have."""
+        return sorted({tokens.bucket for tokens in self.packs})
 
 
 @dataclass(frozen=True)
@@ -38,11 +64,18 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """A drafter worker has run all its shapes and waits for its first step."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Wake:
     """Nothing but a reason for the coordinator to look up: a stop was asked for."""
 
 
-Event = StepDone | Failed | Wake
+Event = StepDone | Warmed | Ready | Failed | Wake
 
 
 class Worker(threading.Thread):
@@ -71,25 +104,20 @@ class TargetWorker(Worker):
     """Captures its share of the stream and hands each pack to the channel of the replica that trains on it."""
 
     def __init__(
-        self,
-        rank: int,
-        capture: Capture,
-        packs: Sequence[Tokens],
-        plan: Plan,
-        start_step: int,
-        channels: Sequence[Channel[Batch]],
-        events: "queue.SimpleQueue[Event]",
-        cpu_threads: int,
+        self, rank: int, job: Job, start_step: int, channels: Sequence[Channel[Batch]], events: "queue.SimpleQueue[Event]"
     ) -> None:
-        super().__init__(f"target-{rank}", events, capture.device, cpu_threads)
-        self._rank, self._capture, self._packs = rank, capture, packs
-        self._plan, self._start_step, self._channels = plan, start_step, channels
+        self._capture = job.captures[rank]
+        super().__init__(f"target-{rank}", events, self._capture.device, job.cpu_threads)
+        self._rank, self._job, self._start_step, self._channels = rank, job, start_step, channels
 
     def work(self) -> None:
-        for position in self._plan.target_positions(self._rank, self._start_step):
-            tokens = self._packs[self._plan.pack_at(position)]
-            batch = Batch(position, tokens, self._capture(tokens))
-            replica, number = self._plan.route(position, self._start_step)
+        plan = self._job.plan
+        for position in plan.target_positions(self._rank, self._start_step):
+            tokens = self._job.packs[plan.pack_at(position)]
+            # Eager, but model code asks whether something compiles: never while another thread does.
+            with self._job.compiler.gate.shared():
+                batch = Batch(position, tokens, self._capture(tokens))
+            replica, number = plan.route(position, self._start_step)
             self._channels[replica].put(number, batch)
 
 
@@ -97,32 +125,37 @@ class DrafterWorker(Worker):
     """Takes one optimizer step each time the coordinator says so; None as the command ends it."""
 
     def __init__(
-        self,
-        replica: Replica,
-        exchange: GradientExchange,
-        channel: Channel[Batch],
-        plan: Plan,
-        settings: StepSettings,
-        schedule: tuple[float, float],
-        events: "queue.SimpleQueue[Event]",
-        cpu_threads: int,
+        self, rank: int, job: Job, exchange: GradientExchange, channel: Channel[Batch], events: "queue.SimpleQueue[Event]"
     ) -> None:
-        super().__init__(f"drafter-{replica.rank}", events, replica.flat.device, cpu_threads)
+        self._replica = job.replicas[rank]
+        super().__init__(f"drafter-{rank}", events, self._replica.flat.device, job.cpu_threads)
         self.commands: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._replica, self._exchange, self._channel = replica, exchange, channel
-        self._plan, self._settings, self._schedule = plan, settings, schedule
+        self._job, self._exchange, self._channel = job, exchange, channel
+
+    def _run(self, batch: Batch) -> StepResult:
+        return run_pack(self._replica.drafter, self._replica.ends, batch, self._job.settings, self._job.core)
+
+    def _warm_up(self) -> None:
+        drafter, dtype = self._replica.drafter, self._job.captures[0].dtype
+        blanks = [(f"context {bucket}", blank_batch(bucket, drafter, dtype, self._device)) for bucket in self._job.buckets]
+        warm_up(self._job.compiler, self.name, [(name, partial(self._run, blank)) for name, blank in blanks], self._events.put)
+        self._replica.gradient.zero_()
 
     def work(self) -> None:
-        peak, warmup = self._schedule
+        if self._job.compiler.enabled:
+            self._warm_up()
+        self._events.put(Ready(self._replica.rank))
         while (step := self.commands.get()) is not None:
-            begin, waited = time.perf_counter(), self._channel.get_wait_s
-            results = [
-                run_pack(self._replica.drafter, self._replica.ends, self._channel.get(), self._settings)
-                for _ in range(self._plan.share)
-            ]
-            result = sum(results[1:], start=results[0])
-            lr = learning_rate(step, peak=peak, steps=self._plan.steps, warmup=warmup)
-            norm = self._replica.update(self._exchange, result.weight_sum, lr)
-            wait = self._channel.get_wait_s - waited
-            busy = time.perf_counter() - begin - wait
-            self._events.put(StepDone(self._replica.rank, step, result, lr, norm, busy, wait))
+            self._events.put(self._step(step))
+
+    def _step(self, step: int) -> StepDone:
+        plan, channel = self._job.plan, self._channel
+        begin, waited = time.perf_counter(), channel.get_wait_s
+        # The channel is waited for outside the gate, and each pack is let in by itself.
+        results = [self._job.compiler.run(partial(self._run, channel.get())) for _ in range(plan.share)]
+        result = sum(results[1:], start=results[0])
+        lr = learning_rate(step, peak=self._job.peak_lr, steps=plan.steps, warmup=self._job.warmup)
+        norm = self._replica.update(self._exchange, result.weight_sum, lr)
+        wait = channel.get_wait_s - waited
+        busy = time.perf_counter() - begin - wait
+        return StepDone(self._replica.rank, step, result, lr, norm, busy, wait)

@@ -3,7 +3,8 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -37,8 +38,10 @@ class RunEvents:
         self._console = Console(file=stream or sys.stdout, highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
         self._begin: float | None = None
+        self._steps_begin = 0.0
         self._tokens = 0
         self._tau: float | None = None
+        self._mute = self._failed = False
 
     def _keep_until(self, step: int) -> None:
         if not self._path.exists():
@@ -46,7 +49,7 @@ class RunEvents:
         kept = []
         for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                if int(json.loads(line)["step"]) <= step:
+                if int(json.loads(line).get("step", -1)) <= step:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue  # a line cut by a crash
@@ -57,49 +60,76 @@ class RunEvents:
     def __enter__(self) -> "RunEvents":
         if self._live is not None:
             self._live.start()
-        self._begin = time.perf_counter()
+        self._begin = self._steps_begin = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
-            self._live.stop()
-        self._file.close()
-        self._board.close()
+            self._show(self._live.stop)
+        # Whatever could not be flushed was told already; it must not hide how the run ended.
+        for end in (self._file.close, self._board.close):
+            with suppress(OSError):
+                end()
 
     def say(self, line: str) -> None:
         """A line for people that stays."""
-        self._console.print(Text(line), soft_wrap=True)
+        self._show(lambda: self._console.print(Text(line), soft_wrap=True))
+
+    def _show(self, draw: Callable[[], object]) -> None:
+        """Draw unless nobody reads any more: a closed terminal or a full disk must not stop a run that can be saved."""
+        if self._mute:
+            return
+        try:
+            draw()
+        except (OSError, SystemExit):
+            self._mute = True
+
+    def _keep(self, record: Mapping[str, object], step: int) -> None:
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+            for name in SCALARS:
+                if name in record:
+                    self._board.add_scalar(name, float(str(record[name])), step)
+        except OSError as error:
+            if not self._failed:
+                self.say(f"metrics of step {step} on cannot be written ({error.strerror}); training goes on without them")
+            self._failed = True
 
     def emit(self, kind: str, fields: Mapping[str, object]) -> None:
         """Record an event. `step` events also move the progress line; `checkpoint` and `evaluation` print a line."""
         assert self._begin is not None
         elapsed = time.perf_counter() - self._begin
         record: dict[str, object] = {"kind": kind, "seconds": round(elapsed, 3), **fields}
-        step = int(str(fields["step"]))
-        if kind == "step":
+        step = int(str(fields.get("step", self._start_step)))
+        if kind == "warmup":
+            self._steps_begin = time.perf_counter()
+            # Later workers find the first one's graphs, so what is left is mostly the first worker's own buckets.
+            self.say(
+                f"warm-up {fields['done']}/{fields['of']}: {fields['worker']} ran {fields['shape']} in {fields['seconds']:.1f} s"
+            )
+        elif kind == "step":
             self._tokens += int(str(fields["tokens"]))
-            record["tokens_per_s"] = round(self._tokens / elapsed, 1)
-            self._progress(step, record, elapsed)
+            stepping = time.perf_counter() - self._steps_begin
+            record["tokens_per_s"] = round(self._tokens / stepping, 1)
+            self._progress(step, record, stepping)
         elif kind == "checkpoint":
             self.say(f"step {step}: saved {fields['path']}")
         elif kind == "evaluation":
             self._tau = float(str(fields["tau"]))
             self.say(f"step {step}: tau {self._tau:.2f} measured by decoding {fields['prompts']} held-out prompts")
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        for name in SCALARS:
-            if name in record:
-                self._board.add_scalar(name, float(str(record[name])), step)
+        self._keep(record, step)
 
-    def _progress(self, step: int, record: Mapping[str, object], elapsed: float) -> None:
+    def _progress(self, step: int, record: Mapping[str, object], stepping: float) -> None:
         done = step - self._start_step
-        left = elapsed / done * (self._steps - step)
+        left = stepping / done * (self._steps - step)
         measured = f" (measured {self._tau:.2f})" if self._tau is not None else ""
         line = (
             f"step {step}/{self._steps}  loss {record['loss']:.3f}  tau~{record['tau_estimate']:.2f}{measured}  "
             f"{record['tokens_per_s']:.0f} tokens/s  data-wait {record['data_wait']:.0%}  ETA {_clock(left)}"
         )
         if self._live is not None:
-            self._live.update(Text(line))
+            live = self._live
+            self._show(lambda: live.update(Text(line)))
         elif step % self._log_every == 0 or step == self._steps:
             self.say(line)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -85,6 +86,23 @@ def _wrap(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: tor
     )
 
 
+def _from_pretrained(section: TargetSection, where: dict[str, Any]) -> Any:
+    """The model; raises TargetError where tensors are missing, which the library would fill with random numbers."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=DTYPES[section.dtype], output_loading_info=True)
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    tied = (
+        set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.get_text_config().tie_word_embeddings else set()
+    )
+    missing = [key for key in missing if key not in tied]
+    if missing or info["mismatched_keys"]:
+        raise TargetError(
+            f"target.model '{section.model}' is not complete: missing {missing[:5] or 'none'}, of another shape "
+            f"{sorted(map(str, info['mismatched_keys']))[:5] or 'none'}; download it again, or give the right folder"
+        )
+    return model
+
+
 def load_target(section: TargetSection, devices: list[torch.device]) -> list[Target]:
     """One replica per device; replicas on the same device share weights. Raises TargetError."""
     path = Path(section.model)
@@ -105,15 +123,11 @@ def load_target(section: TargetSection, devices: list[torch.device]) -> list[Tar
         tokenizer = AutoTokenizer.from_pretrained(**where)
         for device in devices:
             known = replicas.get(device)
-            model = (
-                share_weights(known.model)
-                if known
-                else AutoModelForCausalLM.from_pretrained(**where, dtype=DTYPES[section.dtype])
-            )
+            model = share_weights(known.model) if known else _from_pretrained(section, where)
             replica = _wrap(section.model, model, tokenizer, device)
             replicas.setdefault(device, replica)
             loaded.append(replica)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
         raise TargetError(
             f"target.model '{section.model}' cannot be loaded as a causal language model: {' '.join(str(error).split())[:300]}"
         ) from error
@@ -134,8 +148,10 @@ def choose_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int, confi
         return configured, "configured"
     if tokenizer.mask_token_id is not None and int(tokenizer.mask_token_id) < vocab_size:
         return int(tokenizer.mask_token_id), f"the tokenizer's mask token {tokenizer.mask_token}"
-    if len(tokenizer) < vocab_size:
-        return len(tokenizer), f"first of {vocab_size - len(tokenizer)} embedding rows the tokenizer never uses"
+    # Not len(tokenizer): ids may have holes.
+    unused = max(tokenizer.get_vocab().values()) + 1
+    if unused < vocab_size:
+        return unused, f"first of {vocab_size - unused} embedding rows the tokenizer never uses"
     spare = [f"{t} = {tokenizer.convert_tokens_to_ids(t)}" for t in tokenizer.all_special_tokens]
     raise TargetError(
         f"tokenizer '{tokenizer.name_or_path}' has no mask token and all {vocab_size} embedding rows are in use; set "

@@ -1,0 +1,111 @@
+"""What several benchmarks share: a random target in a folder, packs of random documents, and a job built from them."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from draftsmith.compiling.compiler import Compiler
+from draftsmith.config import TrainSection
+from draftsmith.data.packing import pack
+from draftsmith.draft.model import Drafter, DrafterConfig, default_target_layer_ids
+from draftsmith.pipeline.coordinator import Coordinator, Outcome, StopRequest
+from draftsmith.pipeline.plan import Plan, generator_for
+from draftsmith.pipeline.replicas import Replica
+from draftsmith.pipeline.step import FrozenEnds, StepSettings, drafter_core
+from draftsmith.pipeline.workers import Job
+from draftsmith.target.capture import Capture
+from draftsmith.target.load import Target
+from draftsmith.types import Document, Tokens
+
+DIM, VOCAB, LAYERS = 128, 640, 6
+
+
+def random_target() -> Target:
+    """A small random Qwen3 target as the pipeline knows it; it has no tokenizer, since nothing is tokenised."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=3 * DIM,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
+    decoder, weight = model.get_decoder(), model.lm_head.weight.detach()
+    return Target("random", model, None, torch.device("cpu"), decoder, decoder.layers, weight, weight, frozenset())  # type: ignore[arg-type]
+
+
+def random_packs(bucket: int, count: int) -> list[Tokens]:
+    """Packs of random documents of mixed lengths, supervised in their second halves."""
+    generator = torch.Generator().manual_seed(0)
+    documents, total = [], 0
+    while total < bucket * count:
+        length = int(torch.randint(20, 140, (), generator=generator))
+        ids = torch.randint(0, VOCAB - 1, (length,), generator=generator)
+        documents.append(Document(f"d{len(documents)}", ids, torch.arange(length) >= length // 2))
+        total += length
+    return pack(documents, [bucket], 0)[0]
+
+
+def drafter_shape(block_size: int = 8, layers: int = 3) -> DrafterConfig:
+    return DrafterConfig(
+        vocab_size=VOCAB,
+        hidden_size=DIM,
+        intermediate_size=3 * DIM,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        block_size=block_size,
+        mask_token_id=VOCAB - 1,
+        num_target_layers=LAYERS,
+        target_layer_ids=default_target_layer_ids(LAYERS, 3),
+        layer_types=("full_attention",) * layers,
+    )
+
+
+def run_job(
+    target: Target, packs: list[Tokens], compiler: Compiler, *, steps: int, replicas: int = 2, anchors: int = 64
+) -> tuple[Outcome, list[dict]]:
+    """Train `steps` steps on threads as the product does, saving nothing; the outcome and the step events."""
+    settings = StepSettings(anchors=anchors, gamma=4.0, dtype=torch.float32, seed=0)
+    shape, events = drafter_shape(), []
+    made = []
+    for rank in range(replicas):
+        drafter = Drafter(shape).initialise(generator_for(0, "weights", 0))
+        made.append(Replica(rank, drafter, FrozenEnds(target.embedding, target.head), TrainSection()))
+    job = Job(
+        replicas=made,
+        captures=[Capture(target, shape.target_layer_ids)],
+        packs=packs,
+        plan=Plan(len(packs), replicas, steps, replicas, 1, 0),
+        settings=settings,
+        peak_lr=1e-3,
+        warmup=0.04,
+        channel_capacity=4,
+        cpu_threads=1,
+        checkpoint_every=10**9,
+        compiler=compiler,
+        core=compiler.compiled(drafter_core),
+    )
+    coordinator = Coordinator(
+        job,
+        save=lambda _step, _replica: None,
+        evaluate=lambda _step, _replica: None,
+        emit=lambda kind, fields: events.append({"kind": kind, **fields}),
+        stop=StopRequest(),
+    )
+    return coordinator.run(0), events
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="draftsmith-bench-") as folder:
+        yield Path(folder)

@@ -1,0 +1,84 @@
+"""The jobs around a trained drafter: decode with it, measure it, export it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.build.plan import resolve_devices
+from draftsmith.checkpoint import save as checkpoints
+from draftsmith.checkpoint.export import Format, Precision, export_drafter, load_drafter
+from draftsmith.config import TargetSection
+from draftsmith.data.chat import encode_prompt
+from draftsmith.decode.speculate import Decoded, Speculator, check_pair
+from draftsmith.errors import UsageError
+from draftsmith.evaluate.report import read_metrics, write_report
+from draftsmith.evaluate.suite import decode_both_ways, load_prompts, summarise
+from draftsmith.target.load import DTYPES, Target, load_target
+
+
+def load_pair(target: str, drafter: Path, *, dtype: Precision = "bf16", device: str = "auto") -> tuple[Target, Speculator]:
+    """A target and an exported drafter (or checkpoint) for decoding on one device. Raises DraftsmithError."""
+    where = resolve_devices([device], for_target=True)
+    # The drafter first: it is the smaller one, so its errors come sooner. Cast once, not at every pass.
+    loaded_drafter = load_drafter(drafter, device=where[0]).to(DTYPES[dtype])
+    loaded = load_target(TargetSection(model=target, dtype=dtype, devices=[device]), where)[0]
+    return loaded, Speculator(loaded, loaded_drafter)
+
+
+def generate(target: Target, speculator: Speculator, prompt: str, max_new_tokens: int) -> tuple[str, Decoded]:
+    """The target's answer to one user message, and how it was decoded."""
+    ids = encode_prompt(target.tokenizer, [{"role": "user", "content": prompt}])
+    decoded = speculator.decode(ids, max_new_tokens)
+    return str(target.tokenizer.decode(decoded.ids, skip_special_tokens=True)), decoded
+
+
+def evaluate(
+    target: Target,
+    speculator: Speculator,
+    prompts: Path,
+    *,
+    count: int,
+    max_new_tokens: int,
+    out: Path | None,
+    run: Path | None,
+) -> dict[str, Any]:
+    """Figures of a drafter on prompts; with `out`, also report.json and report.html there, with the curves of `run`."""
+    metrics = read_metrics(run) if run is not None else []
+    chosen = load_prompts(target, prompts, count)
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out '{out}' cannot be a folder ({error.strerror}); give another") from error
+    results = list(decode_both_ways(target, speculator, chosen, max_new_tokens))
+    report = summarise(results, speculator.config.block_size)
+    if out is not None:
+        (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_report(out / "report.html", report, metrics, results)
+    return report
+
+
+def export(checkpoint: Path, out: Path, *, format: Format, dtype: Precision, target: str | None) -> None:
+    """Export a checkpoint, or the newest whole checkpoint of a run folder. Raises DraftsmithError."""
+    if not (checkpoint / "config.json").is_file():
+        latest, _ = checkpoints.find_latest(checkpoint)
+        if latest is None:
+            raise UsageError(f"'{checkpoint}' holds no checkpoint; give a checkpoint-N folder or a run folder")
+        checkpoint = latest
+    drafter = load_drafter(checkpoint)
+    if target is None:
+        export_drafter(out, drafter, format=format, dtype=dtype)
+        return
+    loaded = load_target(TargetSection(model=target, dtype="fp32"), [torch.device("cpu")])[0]
+    check_pair(drafter.config, loaded)
+    export_drafter(
+        out,
+        drafter,
+        format=format,
+        dtype=dtype,
+        target=target,
+        target_architectures=[type(loaded.model).__name__],
+        embedding=loaded.embedding,
+    )

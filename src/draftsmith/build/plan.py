@@ -1,0 +1,250 @@
+"""A run fully decided before anything starts: devices, drafter, packs, plan, and what it will need."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.compiling.buckets import choose_buckets
+from draftsmith.config import Config, DraftSection
+from draftsmith.data.chat import DataCounts, encode_files
+from draftsmith.data.packing import PackingReport, pack
+from draftsmith.draft.loss import CHUNK_ELEMENTS, default_gamma
+from draftsmith.draft.model import FULL, Drafter, DrafterConfig, default_target_layer_ids
+from draftsmith.errors import ConfigError
+from draftsmith.pipeline.plan import Plan, total_steps
+from draftsmith.pipeline.step import StepSettings
+from draftsmith.target.load import DTYPES, Target, choose_mask_token, load_target
+from draftsmith.types import Tokens
+
+
+def resolve_devices(names: list[str], *, for_target: bool) -> list[torch.device]:
+    """Devices by name. `auto`: the CPU without GPUs; with one GPU that one; with more, the first for the target and the
+    others for drafters. Raises ConfigError for a device that is not there."""
+    gpus = torch.cuda.device_count()
+    resolved = []
+    for name in names:
+        if name == "auto":
+            chosen = ["cpu"] if gpus == 0 else ["cuda:0"] if for_target or gpus == 1 else [f"cuda:{i}" for i in range(1, gpus)]
+            resolved += [torch.device(c) for c in chosen]
+            continue
+        try:
+            device = torch.device(name)
+        except RuntimeError:
+            raise ConfigError(f"device '{name}' is not a device; expected 'auto', 'cpu' or 'cuda:N'") from None
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device '{name}' is of a kind that is not supported; expected 'auto', 'cpu' or 'cuda:N'")
+        if device.type == "cuda" and (device.index or 0) >= gpus:
+            raise ConfigError(
+                f"device '{name}' is not on this machine, which has {gpus} CUDA devices; use 'cpu' or fewer devices"
+            )
+        resolved.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu"))
+    return resolved
+
+
+def drafter_config(section: DraftSection, target: Target) -> tuple[DrafterConfig, str]:
+    """The drafter's shape from its section, taking from the target what is not given; and how the mask token was chosen."""
+    text = target.text_config()
+    mask_token_id, how = choose_mask_token(target.tokenizer, target.vocab_size, section.mask_token_id)
+    ids = section.target_layer_ids
+    rope = getattr(text, "rope_parameters", None) or {}
+    heads = section.num_attention_heads or text.num_attention_heads
+    config = DrafterConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=section.intermediate_size or text.intermediate_size,
+        num_hidden_layers=section.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=section.num_key_value_heads or min(heads, text.num_key_value_heads),
+        head_dim=section.head_dim or getattr(text, "head_dim", None) or target.hidden_size // text.num_attention_heads,
+        block_size=section.block_size,
+        mask_token_id=mask_token_id,
+        num_target_layers=target.num_layers,
+        target_layer_ids=tuple(ids) if ids else default_target_layer_ids(target.num_layers, section.target_layers),
+        layer_types=tuple(section.layer_types or [FULL] * section.layers),
+        rope_theta=float(rope.get("rope_theta", 1e6)),
+        rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-6)),
+        max_position_embeddings=int(text.max_position_embeddings),
+        sliding_window=section.sliding_window,
+    )
+    return config, how
+
+
+def data_digest(packs: list[Tokens]) -> str:
+    """SHA-256 over ids and loss masks of all packs: resuming on other data would silently be another run."""
+    digest = hashlib.sha256()
+    for tokens in packs:
+        digest.update(tokens.ids.numpy().tobytes())
+        digest.update(tokens.loss_mask.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def target_digest(target: Target) -> str:
+    """SHA-256 over the first rows of embedding, head and every block's first weights: tells one target from another."""
+    digest = hashlib.sha256()
+    samples = [target.embedding, target.head, *(next(block.parameters()) for block in target.blocks)]
+    for tensor in samples:
+        digest.update(tensor.detach().flatten()[:4096].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def parameter_count(config: DrafterConfig) -> int:
+    """Trainable parameters of a drafter, without building it in memory."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Drafter(config).parameters())
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run fully decided but not started. day: the date that chat templates see, kept for all of the run's life."""
+
+    config: Config
+    day: date
+    target_devices: list[torch.device]
+    drafter_devices: list[torch.device]
+    targets: list[Target]
+    packs: list[Tokens]
+    counts: DataCounts
+    packing: PackingReport
+    drafter: DrafterConfig
+    mask_choice: str
+    plan: Plan
+    settings: StepSettings
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal for a checkpoint to continue this run exactly."""
+        train = self.config.train
+        return {
+            "data": data_digest(self.packs),
+            "target": target_digest(self.targets[0]),
+            "target.dtype": self.config.target.dtype,
+            "drafter": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.drafter).items()},
+            "train.seed": train.seed,
+            "train.packs_per_step": train.packs_per_step,
+            "train.anchors": train.anchors,
+            "train.gamma": self.settings.gamma,
+            "train.precision": train.precision,
+        }
+
+    def recipe(self) -> dict[str, Any]:
+        """What may be changed on resume, and is told when it is."""
+        train = self.config.train
+        return {
+            "steps": self.plan.steps,
+            "train.lr": train.lr,
+            "train.warmup": train.warmup,
+            "train.weight_decay": train.weight_decay,
+            "train.clip": train.clip,
+        }
+
+    def describe(self) -> list[str]:
+        """The plan for people, a line each."""
+        train, drafter, plan = self.config.train, self.drafter, self.plan
+        parameters = parameter_count(drafter)
+        compile, checkpoint = self.config.compile, self.config.checkpoint
+        lines = [
+            f"target     {self.config.target.model}: {self.targets[0].num_layers} layers, width {drafter.hidden_size}, "
+            f"vocabulary {drafter.vocab_size}, {self.config.target.dtype}",
+            f"devices    target threads on {', '.join(map(str, self.target_devices))}; "
+            f"drafter threads on {', '.join(map(str, self.drafter_devices))}",
+            f"drafter    {drafter.num_hidden_layers} layers, {parameters / 1e6:.2f} M parameters, block size {drafter.block_size}, "
+            f"target layers {list(drafter.target_layer_ids)}, attention {self.config.draft.attention}",
+            f"mask token {drafter.mask_token_id} ({self.mask_choice})",
+            f"data       {self.counts.line()}",
+            f"buckets    {self.packing.line()}",
+            f"steps      {plan.steps} of {plan.per_step} packs ({plan.steps * plan.per_step / plan.packs:.2f} epochs), "
+            f"{train.anchors} anchors a pack, {train.precision}, lr {train.lr:g}, seed {train.seed}",
+            f"compile    {compile.enabled}; {len({p.bucket for p in self.packs})} graphs per kind of device, unplanned: {compile.unplanned}",
+            f"checkpoint every {checkpoint.every} steps, keep {checkpoint.keep}, "
+            f"{12 * parameters / 1e6:.1f} MB each, in {self.config.run.dir}",
+        ]
+        return lines + [f"memory     {line}" for line in self.memory()]
+
+    def memory(self) -> list[str]:
+        """Estimated peak per device: the target's weights and waiting hidden states, each replica's share."""
+        sizes: dict[str, float] = {}
+        target = self.targets[0]
+        width = DTYPES[self.config.target.dtype].itemsize
+        bucket = max(p.bucket for p in self.packs)
+        features = bucket * len(self.drafter.target_layer_ids) * self.drafter.hidden_size * width
+        # The channels' hidden states stay on the device that made them until a drafter takes them.
+        waiting = features * self.config.train.channel_capacity * len(self.drafter_devices) / len(self.target_devices)
+        running = bucket * (6 * self.drafter.hidden_size + 3 * target.text_config().intermediate_size) * width
+        for device in self.target_devices:
+            sizes[str(device)] = sizes.get(str(device), 0.0) + waiting + running
+        for device in set(self.target_devices):
+            sizes[str(device)] += sum(p.numel() * p.element_size() for p in target.model.parameters())
+        for device in self.drafter_devices:
+            borrowed = device in self.target_devices
+            ends = 0 if borrowed else target.embedding.numel() * width * (1 if target.head is target.embedding else 2)
+            sizes[str(device)] = sizes.get(str(device), 0.0) + replica_bytes(self, bucket) + ends
+        return [f"about {size / 2**20:,.0f} MiB on {device}" for device, size in sorted(sizes.items())]
+
+
+def replica_bytes(run: Resolved, bucket: int) -> float:
+    """Estimated bytes of one drafter replica at its peak: weights, gradient and moments in fp32, their copy in the compute
+    type, saved activations of one pack, the mask, a chunk of logits, and whole score matrices where the backend makes them."""
+    config, width = run.drafter, DTYPES[run.config.train.precision].itemsize
+    parameters = parameter_count(config)
+    slots = run.config.train.anchors * config.block_size
+    keys = bucket + slots
+    heads, kv = config.num_attention_heads, config.num_key_value_heads * config.head_dim
+    fused = len(config.target_layer_ids) * config.hidden_size
+    per_slot = 8 * config.hidden_size + 6 * heads * config.head_dim + 4 * config.intermediate_size
+    per_key = 4 * kv + 2 * heads * config.head_dim
+    activations = config.num_hidden_layers * (slots * per_slot + keys * per_key) + bucket * (fused + 4 * config.hidden_size)
+    scores = 0 if run.config.draft.attention == "sdpa" else config.num_hidden_layers * heads * slots * keys * (width + 4)
+    logits = min(CHUNK_ELEMENTS, slots * config.vocab_size) * 8
+    cast = parameters * width if width < 4 else 0
+    return 16 * parameters + cast + activations * width + scores + slots * keys + logits
+
+
+def _check_files(config: Config) -> None:
+    # Before the target loads: a typing error should not cost a minute.
+    for key, paths in (("data.train", config.data.train), ("evaluate.prompts", [config.evaluate.prompts])):
+        for path in paths:
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{key} names '{path}', which is not an existing file; give JSONL files")
+
+
+def resolve(config: Config, day: date | None = None) -> Resolved:
+    """Load the targets and the data and decide everything; raises errors for whatever cannot work.
+
+    day: the date that chat templates print, today by default; a resumed run passes the one it began with.
+    """
+    day = day or date.today()
+    target_devices = resolve_devices(config.target.devices, for_target=True)
+    drafter_devices = resolve_devices(config.train.devices, for_target=False)
+    if config.train.packs_per_step % len(drafter_devices):
+        raise ConfigError(
+            f"train.packs_per_step {config.train.packs_per_step} cannot be shared evenly by {len(drafter_devices)} drafter replicas; "
+            "choose a multiple"
+        )
+    if config.draft.attention == "flex" and any(d.type == "cpu" for d in drafter_devices):
+        raise ConfigError("draft.attention 'flex' has no backward on CPU, where the drafter would train; use 'sdpa' or 'eager'")
+    _check_files(config)
+    targets = load_target(config.target, target_devices)
+    drafter, mask_choice = drafter_config(config.draft, targets[0])
+    documents, counts = encode_files(
+        targets[0].tokenizer,
+        [Path(p) for p in config.data.train],
+        longest=config.data.longest if config.data.buckets == "auto" else max(config.data.buckets),
+        vocab_size=targets[0].vocab_size,
+        ends=set(targets[0].end_ids),
+        day=day,
+    )
+    train = config.train
+    buckets = config.data.buckets
+    if buckets == "auto":
+        buckets = choose_buckets(config.data.longest, lambda chosen: pack(documents, list(chosen), train.seed)[1].waste)
+    packs, packing = pack(documents, buckets, train.seed)
+    steps = total_steps(len(packs), train.packs_per_step, train.epochs, train.max_steps)
+    plan = Plan(len(packs), train.packs_per_step, steps, len(drafter_devices), len(targets), train.seed)
+    gamma = train.gamma if train.gamma is not None else default_gamma(drafter.block_size)
+    settings = StepSettings(train.anchors, gamma, DTYPES[train.precision], train.seed)
+    return Resolved(
+        config, day, target_devices, drafter_devices, targets, packs, counts, packing, drafter, mask_choice, plan, settings
+    )
