@@ -128,6 +128,30 @@ BAD = {
     "missing drafter": (["generate", "--target", "{target}", "--drafter", "nowhere", "hi"], 1, "config.json is missing"),
     "another width": (["generate", "--target", "{wide}", "--drafter", "{drafter}", "hi"], 2, "width 32, 6 layers"),
     "nothing to export": (["export", "{tmp}", "{tmp}/out"], 2, "holds no checkpoint"),
+    "run.dir is a file": (["train", "--config", "{config}", "run.dir={config}"], 2, "cannot be a run folder"),
+    "odd date in yaml": (["train", "--config", "{config}", "train.seed=2024-13-45"], 2, "the value is not YAML"),
+    "endless epochs": (["train", "--config", "{config}", "train.epochs=.inf"], 2, "finite"),
+    "odd heads": (["train", "--config", "{config}", "draft.head_dim=7"], 2, "multiple of 2"),
+    "device of another kind": (
+        ["train", "--config", "{config}", "train.devices=[meta]", "train.packs_per_step=1"],
+        2,
+        "not supported",
+    ),
+    "speculators of another width": (
+        ["export", "{drafter}", "{tmp}/out", "--format", "speculators", "--target", "{wide}"],
+        2,
+        "use the target it was trained for",
+    ),
+    "no such run": (
+        ["evaluate", "--target", "{target}", "--drafter", "{drafter}", "--prompts", "{chats}", "--run", "{tmp}/none"],
+        2,
+        "has no metrics.jsonl",
+    ),
+    "out is a file": (
+        ["evaluate", "--target", "{target}", "--drafter", "{drafter}", "--prompts", "{chats}", "--out", "{config}"],
+        2,
+        "cannot be a folder",
+    ),
     "empty prompts": (
         ["evaluate", "--target", "{target}", "--drafter", "{drafter}", "--prompts", "{tmp}/nothing.jsonl"],
         1,
@@ -153,7 +177,14 @@ def test_bad_input_is_one_clear_line(
     (tmp_path / "nothing.jsonl").write_text("\n")
     export_drafter(tmp_path / "drafter", tiny_drafter(), format="dflash", dtype="fp32")
     wide = save_target(tmp_path / "wide", hidden=64) if "{wide}" in arguments else tmp_path
-    values = {"config": config, "tmp": tmp_path, "target": target_folder, "drafter": tmp_path / "drafter", "wide": wide}
+    values = {
+        "chats": tmp_path / "chats.jsonl",
+        "config": config,
+        "tmp": tmp_path,
+        "target": target_folder,
+        "drafter": tmp_path / "drafter",
+        "wide": wide,
+    }
     got, _, err = here(capsys, *[a.format(**values) for a in arguments])
     assert got == code, err
     assert words in err
@@ -247,3 +278,15 @@ def test_version_and_module_entry() -> None:
     done = run("--version")
     assert done.returncode == 0
     assert done.stdout.strip()
+
+
+def test_a_reader_that_goes_away_does_not_stop_training(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "draftsmith", "train", "--config", str(config), "train.max_steps=40"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    assert process.wait(120) == 0, errors
+    assert (tmp_path / "run" / "checkpoint-40").is_dir()

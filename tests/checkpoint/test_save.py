@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from draftsmith.checkpoint import contract, save
+from draftsmith.checkpoint.export import load_drafter
 from draftsmith.checkpoint.save import Checkpoint, find_latest, load_checkpoint, save_checkpoint
 from draftsmith.errors import CheckpointError
 from tests.conftest import tiny_drafter
@@ -222,3 +223,41 @@ def test_contradicting_or_missing_block_sizes_are_refused() -> None:
         contract.from_json(tree, Path("x"))
     with pytest.raises(CheckpointError, match="not a DFlash drafter config"):
         contract.from_json({"block_size": 4}, Path("x"))
+
+
+def test_leftovers_of_killed_saves_are_swept(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, checkpoint(1), keep=1)
+    for name in (".checkpoint-9.partial", ".checkpoint-3.trash"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"x")
+    save.sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+def test_a_manifest_that_lists_nothing_proves_nothing(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, checkpoint(1), keep=1)
+    (path / "manifest.json").write_text('{"files": {}}')
+    assert "does not list" in str(save.fault_of(path))
+
+
+@pytest.mark.parametrize("tree", [[], {"dflash_config": 5}, {"block_size": "4"}, {"rope_parameters": "x", "block_size": 4}])
+def test_configs_that_are_not_configs(tree: object) -> None:
+    with pytest.raises(CheckpointError):
+        contract.from_json(tree, Path("x"))
+
+
+def test_other_rotary_positions_are_refused_rather_than_computed_wrongly() -> None:
+    tree = contract.to_json(tiny_drafter().config, "float32")
+    tree["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    with pytest.raises(CheckpointError, match="'yarn' are not supported"):
+        contract.from_json(tree, Path("x"))
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, checkpoint(1), keep=1)
+    assert load_drafter(path).config == tiny_drafter().config
+    payload = bytearray((path / "model.safetensors").read_bytes())
+    payload[-1] ^= 1
+    (path / "model.safetensors").write_bytes(payload)
+    with pytest.raises(CheckpointError, match="damaged checkpoint"):
+        load_drafter(path)

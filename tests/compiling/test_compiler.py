@@ -148,7 +148,7 @@ def test_report_5_first_calls_of_many_threads_are_right() -> None:
             assert wrong == []
             assert compiler.metrics.escaped == 0
             compiled_at_all += compiler.metrics.unplanned
-    assert compiled_at_all >= 10
+    assert compiled_at_all == 10
 
 
 def settings_for(seed: int = 0) -> StepSettings:
@@ -186,7 +186,9 @@ def test_warm_workers_step_with_fresh_anchors_without_a_compile_and_as_eager_wou
                 assert got.loss_sum == pytest.approx(expected.loss_sum, rel=1e-4)
             for (name, a), (_, b) in zip(drafter.named_parameters(), plain.named_parameters(), strict=True):
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
-        assert (compiler.metrics.planned, compiler.metrics.unplanned, compiler.metrics.escaped) == (2, 0, 0)
+        assert (compiler.metrics.planned, compiler.metrics.unplanned, compiler.metrics.escaped) == (1, 0, 0), (
+            "one graph for both"
+        )
 
 
 def test_an_unplanned_shape_is_counted_and_told_or_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -224,6 +226,7 @@ def test_the_three_experiments_on_our_own_parts_show_no_fault(target: Target) ->
 
     The repro shows thousands of faults for these without a gate on torch 2.13.
     """
+    tick = threading.Event()
     stop, counts, wrong = threading.Event(), dict.fromkeys(("capture", "optimizer", "warm"), 0), []
     replicas = [Capture(target, (1, 2, 3)), Capture(target, (0, 4))]
     packs = [pack_of(9 + s, 14, seed=s) for s in range(3)]
@@ -276,7 +279,11 @@ def test_the_three_experiments_on_our_own_parts_show_no_fault(target: Target) ->
                 for number in range(8):
                     x = torch.ones(4 + number, requires_grad=True)
                     fast = compiler.compiled(toy(700 + number))
+                    before = dict(counts)
                     compiler.run(lambda x=x, fast=fast: fast(x).backward())
+                    # Every kind of work goes on between two compilations, or the test would compare nothing.
+                    while any(counts[kind] < before[kind] + 10 for kind in counts):
+                        tick.wait(0.001)
             finally:
                 stop.set()
 
@@ -284,7 +291,7 @@ def test_the_three_experiments_on_our_own_parts_show_no_fault(target: Target) ->
     assert errors == []
     assert wrong == []
     assert (compiler.metrics.unplanned, compiler.metrics.escaped) == (8, 0)
-    assert min(counts.values()) > 20, counts
+    assert min(counts.values()) >= 80, counts
 
 
 SCRIPT = """

@@ -1,6 +1,7 @@
 """Whole runs on threads: equality, resume, worker counts, failure and stopping."""
 
 import json
+import os
 import signal
 import threading
 import time
@@ -11,9 +12,10 @@ import torch
 
 from draftsmith.build import jobs, resume
 from draftsmith.build import run as build
+from draftsmith.checkpoint import save as checkpoints
 from draftsmith.checkpoint.export import load_drafter
 from draftsmith.config import Config, parse_config
-from draftsmith.errors import CheckpointError, PipelineError, ReplicaError, UsageError
+from draftsmith.errors import CheckpointError, ConfigError, DataError, PipelineError, ReplicaError, UsageError
 from draftsmith.pipeline import coordinator as coordinating
 from draftsmith.pipeline import plan as plan_module
 from draftsmith.pipeline.workers import DrafterWorker
@@ -305,3 +307,134 @@ def test_bf16_trains_with_fp32_masters(small_config: Config, tmp_path: Path) -> 
     assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
     weights = build.checkpoints.load_checkpoint(tmp_path / "bf16" / "checkpoint-30").weights
     assert {w.dtype for w in weights.values()} == {torch.float32}
+
+
+def test_going_back_sets_the_later_branch_aside(small_config: Config, tmp_path: Path) -> None:
+    build.train(small_config, resume=None, say=quiet)
+    run_dir, said = Path(small_config.run.dir), []
+    slower = variant(small_config, run_dir, lr=1e-4, max_steps=12)
+    build.train(slower, resume=str(run_dir / "checkpoint-4"), say=said.append)
+    assert any("checkpoint-8 is now left-0-checkpoint-8" in line for line in said)
+    assert any("train.lr was 0.002 up to step 4 and is 0.0001 from here" in line for line in said)
+    assert [r["step"] for r in metrics(slower)] == list(range(1, 13))
+    assert checkpoints.find_latest(run_dir)[0] == run_dir / "checkpoint-12"
+    assert (run_dir / "left-0-checkpoint-8" / "model.safetensors").is_file()
+
+
+def test_another_target_of_the_same_shape_is_refused(small_config: Config, tmp_path: Path) -> None:
+    build.train(small_config, resume=None, say=quiet)
+    tree = small_config.model_dump()
+    tree["target"]["model"] = str(save_target(tmp_path / "other", seed=9))
+    with pytest.raises(CheckpointError, match="the target is another model"):
+        build.train(parse_config(tree, "test"), resume="latest", say=quiet)
+    tree = small_config.model_dump()
+    tree["target"]["dtype"] = "bf16"
+    with pytest.raises(CheckpointError, match="target.dtype was fp32, is now bf16"):
+        build.train(parse_config(tree, "test"), resume="latest", say=quiet)
+
+
+def test_a_stop_does_not_wait_for_a_slow_capture(small_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, original, calls = threading.Event(), Capture.__call__, [0]
+
+    def slow(self: Capture, tokens: object) -> object:
+        calls[0] += 1
+        if calls[0] == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+            release.wait(30)
+        return original(self, tokens)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Capture, "__call__", slow)
+    monkeypatch.setattr(coordinating, "STOP_SECONDS", 0.2)
+    outcome = build.train(variant(small_config, Path(small_config.run.dir), max_steps=50), resume=None, say=quiet)
+    release.set()
+    assert outcome.signal_number == signal.SIGTERM
+    assert outcome.stuck == ("target-0",)
+    assert checkpoints.find_latest(Path(small_config.run.dir))[0] is not None or outcome.step == 0
+
+
+def test_a_failure_during_an_evaluation_is_noticed_in_the_middle_of_it(
+    small_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, original, calls = threading.Event(), Capture.__call__, [0]
+
+    def fail_while_evaluating(self: Capture, tokens: object) -> object:
+        calls[0] += 1
+        if calls[0] > 9:
+            evaluating.wait(20)
+            failed.set()
+            raise Broken("on purpose")
+        return original(self, tokens)  # type: ignore[arg-type]
+
+    evaluating, asked = threading.Event(), [0]
+
+    def endless(_speculator: object, _prompts: object, _count: int, interrupted: object) -> None:
+        evaluating.set()
+        assert failed.wait(20)
+        # Only its own end is left to the evaluation: it asks between prompts.
+        while not interrupted():  # type: ignore[operator]
+            asked[0] += 1
+            assert asked[0] < 10**7
+
+    monkeypatch.setattr(Capture, "__call__", fail_while_evaluating)
+    monkeypatch.setattr(build, "measure_tau", endless)
+    tree = small_config.model_dump()
+    tree["evaluate"]["prompts"] = small_config.data.train[0]
+    tree["train"]["max_steps"] = 50
+    with pytest.raises(PipelineError) as caught:
+        build.train(parse_config(tree, "test"), resume=None, say=quiet)
+    assert isinstance(caught.value.__cause__, Broken)
+
+
+def test_bad_prompts_are_refused_before_the_first_step(small_config: Config, tmp_path: Path) -> None:
+    tree = small_config.model_dump()
+    tree["evaluate"]["prompts"] = str(tmp_path / "prompts.jsonl")
+    with pytest.raises(ConfigError, match="evaluate.prompts names"):
+        build.train(parse_config(tree, "test"), resume=None, say=quiet)
+    (tmp_path / "prompts.jsonl").write_text('{"text": "fine"}\n{"text": ""}\n')
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2: the prompt has no tokens"):
+        build.train(parse_config(tree, "test"), resume=None, say=quiet)
+    assert not (Path(small_config.run.dir) / "metrics.jsonl").exists()
+
+
+def test_metrics_that_cannot_be_written_do_not_stop_the_run(
+    small_config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = build.RunEvents.__enter__
+
+    class Full:
+        def write(self, _text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    def enter(self: build.RunEvents) -> build.RunEvents:
+        self._file.close()
+        self._file = Full()  # type: ignore[assignment]
+        return original(self)
+
+    monkeypatch.setattr(build.RunEvents, "__enter__", enter)
+    assert build.train(small_config, resume=None, say=quiet).step == 8
+    assert capsys.readouterr().out.count("cannot be written (No space left on device)") == 1
+
+
+@pytest.mark.process
+def test_compiled_training_equals_eager_training(small_config: Config, tmp_path: Path) -> None:
+    losses = {}
+    for enabled in (False, True):
+        tree = variant(small_config, tmp_path / str(enabled)).model_dump()
+        tree["compile"] = {"enabled": enabled, "unplanned": "error", "cache": str(tmp_path / "cache")}
+        config = parse_config(tree, "test")
+        build.train(config, resume=None, say=quiet)
+        losses[enabled] = [r["loss"] for r in metrics(config)]
+        last = metrics(config)[-1]
+        assert last["unplanned_compiles"] == 0
+        if enabled:
+            warmed = metrics(config, "warmup")
+            assert [w["worker"] for w in warmed] == ["drafter-0", "drafter-1"]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+    # A checkpoint remembers how it was trained, and auto keeps to it.
+    tree["train"]["max_steps"], tree["compile"]["enabled"], said = 10, "auto", []
+    build.train(parse_config(tree, "test"), resume="latest", say=said.append)
+    assert not any("auto chose" in line for line in said)
+    assert len(metrics(config, "warmup")) >= 2

@@ -6,12 +6,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import GemmaConfig, GemmaForCausalLM
 
 from draftsmith.config import TargetSection
 from draftsmith.errors import TargetError
 from draftsmith.target.load import choose_mask_token, load_target
-from tests.conftest import byte_tokenizer, load_fp32
+from tests.conftest import byte_tokenizer, load_fp32, save_target
 
 CPU = [torch.device("cpu")]
 
@@ -141,3 +142,31 @@ def test_report_c_a_mask_token_outside_the_vocabulary_is_refused() -> None:
     for bad in (264, -1):
         with pytest.raises(TargetError, match=f"draft.mask_token_id is {bad}"):
             choose_mask_token(byte_tokenizer(), 264, bad)
+
+
+def test_an_incomplete_target_is_refused_rather_than_filled_with_random_numbers(tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "t")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TargetError, match=r"not complete: missing \['model.layers.3.mlp.up_proj.weight'\]"):
+        load_target(TargetSection(model=str(folder), dtype="fp32"), CPU)
+    (folder / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(TargetError, match="cannot be loaded"):
+        load_target(TargetSection(model=str(folder), dtype="fp32"), CPU)
+
+
+def test_an_unused_row_is_past_the_largest_id_even_where_ids_have_holes() -> None:
+    tokenizer = byte_tokenizer(mask=False)
+
+    class Holes:
+        mask_token_id = None
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0, "b": 5}
+
+        def __len__(self) -> int:
+            return 2
+
+    assert choose_mask_token(Holes(), 264, None)[0] == 6  # type: ignore[arg-type]
+    assert choose_mask_token(tokenizer, 264, None)[0] == 258

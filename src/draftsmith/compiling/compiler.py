@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class CompileMetrics:
-    """planned and unplanned: pieces of work in which graphs were compiled; escaped: compilations that began while their
+    """planned and unplanned: pieces of work that compiled graphs; escaped: compilations that began while their
     thread was not alone (must stay 0); seconds: time spent alone for compiling."""
 
     planned: int = 0
@@ -44,7 +44,7 @@ class Compiler:
     def __init__(self, *, enabled: bool, graphs: int = 1, unplanned: Literal["error", "warn"] = "warn") -> None:
         self.enabled, self.gate, self.metrics = enabled, Gate(), CompileMetrics()
         self._unplanned = unplanned
-        self._alone: int | None = None
+        self._alone = self._began = False
         if enabled:
             apply_settings(graphs)
 
@@ -71,8 +71,8 @@ class Compiler:
     def planned(self) -> Iterator[None]:
         """Alone, with compilation allowed: for warm-up."""
         with self._compiling():
-            self.metrics.planned += 1
             yield
+            self.metrics.planned += self._began
 
     def run(self, work: Callable[[], T]) -> T:
         """Do `work` together with the other threads; if it needs a new graph, once more from its start, alone.
@@ -95,17 +95,20 @@ class Compiler:
                 f"{threading.current_thread().name} needs a graph that was not planned ({reason}); "
                 "add its shape to data.buckets, or set compile.unplanned=warn"
             )
-        log.warning("unplanned compilation on %s: %s", threading.current_thread().name, reason)
         with self._compiling():
-            self.metrics.unplanned += 1
-            return work()
+            result = work()
+            # Another thread may have compiled the same graph while this one waited for its turn.
+            if self._began:
+                self.metrics.unplanned += 1
+                log.warning("unplanned compilation on %s: %s", threading.current_thread().name, reason)
+            return result
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         with self.gate.exclusive():
             begin = time.perf_counter()
             before = _stance()
-            self._alone = threading.get_ident()
+            self._alone, self._began = True, False
             if self.enabled:
                 torch.compiler.set_stance("default")
             try:
@@ -113,12 +116,13 @@ class Compiler:
             finally:
                 if self.enabled:
                     torch.compiler.set_stance(before)
-                self._alone = None
+                self._alone = False
                 self.metrics.seconds += time.perf_counter() - begin
 
     def _compilation_began(self, *_details: object) -> None:
         # A CUDA backward compiles in autograd's own thread, while the one that waits for it is alone in the gate.
-        if self._alone is None:
+        self._began = True
+        if not self._alone:
             self.metrics.escaped += 1
 
 

@@ -46,7 +46,8 @@ class Gate:
         self._change = threading.Condition()
         self._queue: list[tuple[int, bool]] = []
         self._next_ticket = 0
-        self._inside: dict[int, _Hold] = {}
+        # By thread object: the number of a thread that died is soon given to another.
+        self._inside: dict[threading.Thread, _Hold] = {}
         self._owner: _Hold | None = None
 
     @contextmanager
@@ -57,12 +58,12 @@ class Gate:
             if self._owner is not None and self._owner.thread is me:
                 self._owner.depth += 1
                 held = self._owner
-            elif me.ident in self._inside:
-                held = self._inside[me.ident]
+            elif me in self._inside:
+                held = self._inside[me]
                 held.depth += 1
             else:
                 self._wait_turn(me, exclusive=False)
-                held = self._inside[_ident(me)] = _Hold(me)
+                held = self._inside[me] = _Hold(me)
         try:
             yield
         finally:
@@ -73,7 +74,7 @@ class Gate:
         """Inside alone. Raises RuntimeError when the thread is in `shared()`: it would wait for itself."""
         me = threading.current_thread()
         with self._change:
-            if me.ident in self._inside:
+            if me in self._inside:
                 raise RuntimeError(f"{me.name} asked to be alone while inside with others; leave shared() first")
             if self._owner is not None and self._owner.thread is me:
                 self._owner.depth += 1
@@ -126,8 +127,8 @@ class Gate:
         self.metrics.wait_s[me.name] = self.metrics.wait_s.get(me.name, 0.0) + waited
 
     def _bury_the_dead(self) -> None:
-        for ident in [i for i, hold in self._inside.items() if not hold.thread.is_alive()]:
-            del self._inside[ident]
+        for thread in [t for t in self._inside if not t.is_alive()]:
+            del self._inside[thread]
             self.metrics.died_inside += 1
         if self._owner is not None and not self._owner.thread.is_alive():
             self._owner = None
@@ -140,10 +141,5 @@ class Gate:
                 if self._owner is held:
                     self._owner = None
                 else:
-                    self._inside.pop(_ident(held.thread), None)
+                    self._inside.pop(held.thread, None)
                 self._change.notify_all()
-
-
-def _ident(thread: threading.Thread) -> int:
-    assert thread.ident is not None
-    return thread.ident
