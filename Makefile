@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-base
 PEERS := $(VENV)/.ready-peers
 
-.PHONY: demo test test-kill test-wheel check format wheel lock clean
+.PHONY: demo test test-kill test-wheel test-torch check format wheel lock clean
 
 demo: $(READY)
 	$(BIN)/draftsmith demo
@@ -53,6 +53,15 @@ test-wheel: wheel
 	cd / && $(CURDIR)/.venv-wheel/bin/draftsmith --help
 	cd / && $(CURDIR)/.venv-wheel/bin/draftsmith --version
 	rm -rf .venv-wheel
+
+# Compilation between threads on another torch, in an environment of its own (several GB): make test-torch TORCH=2.14.1
+TORCH ?= 2.14.1
+test-torch:
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	grep -v '^torch==' requirements/base.txt > .venv-torch-$(TORCH)/pins.txt
+	.venv-torch-$(TORCH)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==$(TORCH) -r .venv-torch-$(TORCH)/pins.txt
+	.venv-torch-$(TORCH)/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	.venv-torch-$(TORCH)/bin/python -m pytest tests/compiling tests/pipeline/test_run.py -k "not report_7"
 
 # Resolve base.in anew in an empty environment and pin what came out.
 lock:
