@@ -25,7 +25,7 @@ check: $(READY) $(PEERS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not process" -x
+	$(BIN)/python -m pytest -m "not slow and not process and not compiled" -x
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -28,6 +28,9 @@ from tests.draft.test_model import two_documents
 from tests.target.test_capture import pack_of
 
 
+pytestmark = pytest.mark.compiled
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with use_cache(tmp_path_factory.mktemp("compile")) as folder:

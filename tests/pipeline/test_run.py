@@ -418,7 +418,7 @@ def test_metrics_that_cannot_be_written_do_not_stop_the_run(
     assert capsys.readouterr().out.count("cannot be written (No space left on device)") == 1
 
 
-@pytest.mark.process
+@pytest.mark.compiled
 def test_compiled_training_equals_eager_training(small_config: Config, tmp_path: Path) -> None:
     losses = {}
     for enabled in (False, True):
