@@ -27,7 +27,6 @@ from tests.conftest import tiny_drafter
 from tests.draft.test_model import two_documents
 from tests.target.test_capture import pack_of
 
-
 pytestmark = pytest.mark.compiled
 
 
