@@ -160,6 +160,8 @@ def build_target(folder: Path, recipe: TargetRecipe, say: Callable[[str], None])
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen3ForCausalLM(config)
+    # On CPUs without bf16 tiles the backward of fused bf16 attention takes four times as long as that of the plain formula.
+    model.set_attn_implementation("eager")
     say(
         f"target: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}, training it"
     )
