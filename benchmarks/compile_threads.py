@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,32 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.compiling.cache import use_cache
 from draftsmith.compiling.compiler import Compiler
+from draftsmith.draft.mask import Backend
 from draftsmith.draft.model import Drafter, DrafterConfig
 from draftsmith.pipeline.plan import generator_for
-from draftsmith.pipeline.step import FrozenEnds, StepSettings, drafter_core, run_pack
+from draftsmith.pipeline.step import Core, FrozenEnds, StepSettings, drafter_core, run_pack
 from draftsmith.types import Batch, HiddenStates, Tokens
 
 MECHANISMS = ("gate", "patch", "first_lock", "step_lock", "none")
-PLANNED = (48, 64)
 TARGETS, DRAFTERS, CYCLE = 3, 4, 6
-DIM, VOCAB, TARGET_LAYERS = 32, 128, 4
-SETTINGS = StepSettings(anchors=8, gamma=2.0, dtype=torch.float32, seed=0)
+VOCAB, TARGET_LAYERS = 128, 4
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a mechanism is tried and on what. planned and unplanned: context lengths that warm-up knows and that it does not."""
+
+    planned: tuple[int, ...]
+    unplanned: tuple[int, ...]
+    device: str = "cpu"
+    attention: Backend = "sdpa"
+    dim: int = 32
+    heads: int = 4
+    anchors: int = 8
+
+    @property
+    def settings(self) -> StepSettings:
+        return StepSettings(anchors=self.anchors, gamma=2.0, dtype=torch.float32, seed=0)
 
 
 class Gated:
@@ -144,27 +161,27 @@ def blank_pack(bucket: int, seed: int) -> Tokens:
     return Tokens(ids, documents >= 0, documents, positions, (first, second), ("a", "b"))
 
 
-def make_batch(bucket: int, seed: int) -> Batch:
-    features = torch.randn(bucket, 2 * DIM, generator=torch.Generator().manual_seed(seed))
-    return Batch(seed, blank_pack(bucket, seed), HiddenStates(features))
+def make_batch(stage: Stage, bucket: int, seed: int) -> Batch:
+    features = torch.randn(bucket, 2 * stage.dim, generator=torch.Generator().manual_seed(seed))
+    return Batch(seed, blank_pack(bucket, seed), HiddenStates(features.to(stage.device)))
 
 
-def make_drafter(seed: int) -> Drafter:
+def make_drafter(stage: Stage, seed: int, attention: Backend) -> Drafter:
     config = DrafterConfig(
         vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=2 * DIM,
+        hidden_size=stage.dim,
+        intermediate_size=2 * stage.dim,
         num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
+        num_attention_heads=stage.heads,
+        num_key_value_heads=stage.heads // 2,
+        head_dim=stage.dim // stage.heads,
         block_size=4,
         mask_token_id=VOCAB - 1,
         num_target_layers=TARGET_LAYERS,
         target_layer_ids=(0, 1),
         layer_types=("full_attention",),
     )
-    return Drafter(config).initialise(generator_for(seed, "weights", 0), std=0.2)
+    return Drafter(config, attention).initialise(generator_for(seed, "weights", 0), std=0.2).to(stage.device)
 
 
 def make_target(seed: int) -> Any:
@@ -176,18 +193,19 @@ def make_target(seed: int) -> Any:
 class Trainer:
     """One drafter, its AdamW and a cycle of planned packs; after each cycle it starts again from the same state."""
 
-    def __init__(self, rank: int, ends: FrozenEnds, core: Any) -> None:
-        self.rank, self.ends, self.core = rank, ends, core
-        self.batches = [make_batch(PLANNED[n % len(PLANNED)], 1000 * rank + n) for n in range(CYCLE)]
+    def __init__(self, stage: Stage, rank: int, ends: FrozenEnds, core: Core, attention: Backend) -> None:
+        self.stage, self.rank, self.ends, self.core, self.attention = stage, rank, ends, core, attention
+        lengths = [stage.planned[n % len(stage.planned)] for n in range(CYCLE)]
+        self.batches = [make_batch(stage, length, 1000 * rank + n) for n, length in enumerate(lengths)]
         self.reset()
 
     def reset(self) -> None:
-        self.drafter = make_drafter(self.rank)
+        self.drafter = make_drafter(self.stage, self.rank, self.attention)
         self.optimizer = torch.optim.AdamW(self.drafter.parameters(), lr=1e-2)
 
     def forward_backward(self, batch: Batch) -> tuple[float, torch.Tensor]:
         self.drafter.zero_grad()
-        result = run_pack(self.drafter, self.ends, batch, SETTINGS, self.core)
+        result = run_pack(self.drafter, self.ends, batch, self.stage.settings, self.core)
         gradient = torch.cat([p.grad.flatten() for p in self.drafter.parameters()])
         return result.loss_sum, gradient
 
@@ -197,16 +215,20 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(torch.isfinite(a).all()) and float((a - b).norm()) <= 2e-3 * float(b.norm()) + 1e-5
 
 
-def run_mechanism(name: str, seconds: float, unplanned: list[int]) -> dict[str, object]:
+def run_mechanism(name: str, seconds: float, stage: Stage) -> dict[str, object]:
     """Run the stream under one mechanism for `seconds` and count what went wrong."""
     torch.set_num_threads(1)
-    table = torch.randn(VOCAB, DIM, generator=torch.Generator().manual_seed(7))
+    table = torch.randn(VOCAB, stage.dim, generator=torch.Generator().manual_seed(7)).to(stage.device)
     ends = FrozenEnds(table, table)
     # The reference, single-threaded and eager, before anything is compiled.
-    models = [make_target(s) for s in range(TARGETS)]
+    models = [make_target(s).to(stage.device) for s in range(TARGETS)]
+    lengths = [[16 + 8 * m + 4 * n for n in range(3)] for m in range(TARGETS)]
     ids = [
-        [torch.randint(0, VOCAB, (2, 16 + 8 * m + 4 * n), generator=torch.Generator().manual_seed(n)) for n in range(3)]
-        for m in range(TARGETS)
+        [
+            torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(length)).to(stage.device)
+            for length in mine
+        ]
+        for mine in lengths
     ]
     with torch.no_grad():
         states = [
@@ -215,28 +237,28 @@ def run_mechanism(name: str, seconds: float, unplanned: list[int]) -> dict[str, 
     cycle: list[list[tuple[float, torch.Tensor]]] = []
     surprises: list[list[tuple[Batch, float, torch.Tensor]]] = []
     for rank in range(DRAFTERS):
-        trainer, found = Trainer(rank, ends, drafter_core), []
+        trainer, found = Trainer(stage, rank, ends, drafter_core, "sdpa"), []
         for batch in trainer.batches:
             found.append(trainer.forward_backward(batch))
             trainer.optimizer.step()
         cycle.append(found)
         trainer.reset()
-        odd = [make_batch(bucket, 5000 * rank + bucket) for bucket in unplanned]
+        odd = [make_batch(stage, bucket, 5000 * rank + bucket) for bucket in stage.unplanned]
         surprises.append([(batch, *trainer.forward_backward(batch)) for batch in odd])
 
     counts: Counter[str] = Counter()
-    compiler = Compiler(enabled=True, graphs=len(PLANNED) + len(unplanned), unplanned="warn")
+    compiler = Compiler(enabled=True, graphs=len(stage.planned) + len(stage.unplanned), unplanned="warn")
     guard: Any = {"gate": Gated, "step_lock": lambda _c: StepLock(), "first_lock": lambda _c: FirstLock()}.get(
         name, lambda _c: Unprotected()
     )(compiler)
     patch = thread_local_flags() if name == "patch" else nullcontext()
     with patch, compiler:
         core = compiler.compiled(drafter_core)
-        trainers = [Trainer(rank, ends, core) for rank in range(DRAFTERS)]
+        trainers = [Trainer(stage, rank, ends, core, stage.attention) for rank in range(DRAFTERS)]
         stop = threading.Event()
         warm_begin = time.perf_counter()
         for trainer in trainers:
-            for batch in trainer.batches[: len(PLANNED)]:
+            for batch in trainer.batches[: len(stage.planned)]:
                 with compiler.planned() if name == "gate" else nullcontext():
                     trainer.forward_backward(batch)
         if name == "gate":
@@ -274,7 +296,7 @@ def run_mechanism(name: str, seconds: float, unplanned: list[int]) -> dict[str, 
             torch.set_num_threads(1)
             trainer = trainers[rank]
             surprise = iter(enumerate(surprises[rank]))
-            share = seconds / (len(unplanned) + 1)
+            share = seconds / (len(stage.unplanned) + 1)
 
             def train(n: int) -> bool:
                 batch = trainer.batches[n]
@@ -296,7 +318,7 @@ def run_mechanism(name: str, seconds: float, unplanned: list[int]) -> dict[str, 
                     attempt("train", lambda n=n: train(n))
                     if stop.is_set():
                         return
-                if used < len(unplanned) and time.perf_counter() - begin > share * (used + 0.5):
+                if used < len(stage.unplanned) and time.perf_counter() - begin > share * (used + 0.5):
                     _, (batch, loss, gradient) = next(surprise)
                     used += 1
                     attempt("train", lambda b=batch, x=loss, g=gradient: surprised(b, x, g))
@@ -317,13 +339,15 @@ def run_mechanism(name: str, seconds: float, unplanned: list[int]) -> dict[str, 
         return {
             "mechanism": name,
             "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if stage.device == "cuda" else "cpu",
+            "attention": stage.attention,
             "errors": counts["errors"],
             "wrong": counts["wrong"],
             "hangs": sum(thread.is_alive() for thread in threads),
             "steps": counts["steps"],
             "captures": counts["captures"],
-            "planned_compiles": compiler.metrics.planned if name == "gate" else len(PLANNED),
-            "unplanned_compiles": compiler.metrics.unplanned if name == "gate" else len(unplanned),
+            "planned_compiles": compiler.metrics.planned if name == "gate" else len(stage.planned),
+            "unplanned_compiles": compiler.metrics.unplanned if name == "gate" else len(stage.unplanned),
             "escaped_compiles": compiler.metrics.escaped if name == "gate" else None,
             "gate_holds": gate.exclusive_holds,
             "gate_hold_s": round(gate.exclusive_s, 2),
@@ -343,10 +367,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--only", choices=MECHANISMS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    unplanned = [52 + 7 * n for n in range(arguments.unplanned)]
     if arguments.only:
+        stage = Stage(planned=(48, 64), unplanned=tuple(52 + 7 * n for n in range(arguments.unplanned)))
         with tempfile.TemporaryDirectory() as folder, use_cache(Path(folder)):
-            print(json.dumps(run_mechanism(arguments.only, arguments.seconds, unplanned)), flush=True)
+            print(json.dumps(run_mechanism(arguments.only, arguments.seconds, stage)), flush=True)
         return
     for name in arguments.mechanisms:
         command = [

@@ -91,6 +91,14 @@ def test_contradictions_are_refused(tmp_path: Path, override: str, words: str) -
         load_config(path, [override])
 
 
+def test_flex_attention_without_compilation_is_refused(tmp_path: Path) -> None:
+    """Called eagerly it would compile by itself, in whichever thread, outside the gate."""
+    path = write(tmp_path / "c.yaml", MINIMAL | {"train": {"devices": ["cuda:0"]}})
+    with pytest.raises(ConfigError, match=r"'flex' works only compiled but compile\.enabled is false"):
+        load_config(path, ["draft.attention=flex", "compile.enabled=false"])
+    assert load_config(path, ["draft.attention=flex"]).draft.attention == "flex"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("- a\n- b", "expected sections"), ("a: [", "is not YAML"), ("", "expected sections"), ("train: 5", "train")],

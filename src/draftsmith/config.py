@@ -214,3 +214,7 @@ def _cross_check(config: Config, place: str) -> None:
         raise ConfigError(
             f"{place}: draft.attention 'flex' has no backward on CPU but train.devices has one; use 'sdpa' or 'eager' there"
         )
+    if config.draft.attention == "flex" and config.compile.enabled is False:
+        raise ConfigError(
+            f"{place}: draft.attention 'flex' works only compiled but compile.enabled is false; set it to auto, or use 'sdpa'"
+        )

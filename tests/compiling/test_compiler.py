@@ -17,12 +17,13 @@ from draftsmith.compiling.buckets import choose_buckets
 from draftsmith.compiling.cache import cache_folder, use_cache
 from draftsmith.compiling.compiler import Compiler
 from draftsmith.compiling.settings import apply_settings, settings_in_force
-from draftsmith.compiling.warmup import Warmed, warm_up, worth_compiling
+from draftsmith.compiling.warmup import Warmed, seconds_left, warm_up, worth_compiling
+from draftsmith.data.packing import pack
 from draftsmith.errors import CompileError
 from draftsmith.pipeline.step import FrozenEnds, StepSettings, blank_batch, drafter_core, run_pack
 from draftsmith.target.capture import Capture
 from draftsmith.target.load import Target, share_weights
-from draftsmith.types import Batch
+from draftsmith.types import Batch, Document, HiddenStates
 from tests.conftest import tiny_drafter
 from tests.draft.test_model import two_documents
 from tests.target.test_capture import pack_of
@@ -118,6 +119,32 @@ def test_report_3_the_recompile_limit_is_loud(monkeypatch: pytest.MonkeyPatch) -
     apply_settings(graphs=8)
 
 
+def test_report_3_twelve_document_lengths_need_no_more_graphs_than_buckets() -> None:
+    lengths = range(9, 9 + 12 * 2, 2)
+    documents = [
+        Document(
+            f"d{n}", torch.randint(0, 250, (n,), generator=torch.Generator().manual_seed(n)), torch.ones(n, dtype=torch.bool)
+        )
+        for n in lengths
+    ]
+    packs = pack(documents, [32, 64], 0)[0]
+    assert {p.bucket for p in packs} == {32, 64}
+    _, ends = batches(1)
+    drafter, plain = tiny_drafter(0), tiny_drafter(0)
+    with Compiler(enabled=True, graphs=2, unplanned="error") as compiler:
+        core = compiler.compiled(drafter_core)
+        blanks = [(str(size), blank_batch(size, drafter, torch.float32, torch.device("cpu"))) for size in (32, 64)]
+        shapes = [(name, partial(run_pack, drafter, ends, blank, settings_for(), core)) for name, blank in blanks]
+        warm_up(compiler, "drafter-0", shapes, lambda _warmed: None)
+        compiler.seal()
+        for number, tokens in enumerate(packs):
+            features = torch.randn(tokens.bucket, 96, generator=torch.Generator().manual_seed(number))
+            batch = Batch(number, tokens, HiddenStates(features))
+            got = compiler.run(partial(run_pack, drafter, ends, batch, settings_for(), core))
+            assert got.loss_sum == pytest.approx(run_pack(plain, ends, batch, settings_for()).loss_sum, rel=1e-4)
+        assert (compiler.metrics.planned, compiler.metrics.unplanned) == (2, 0)
+
+
 def test_report_5_first_calls_of_many_threads_are_right() -> None:
     compiled_at_all = 0
     for attempt in range(5):
@@ -191,6 +218,24 @@ def test_warm_workers_step_with_fresh_anchors_without_a_compile_and_as_eager_wou
         assert (compiler.metrics.planned, compiler.metrics.unplanned, compiler.metrics.escaped) == (1, 0, 0), (
             "one graph for both"
         )
+
+
+def test_flex_attention_and_its_block_masks_are_one_planned_graph_with_fresh_anchors() -> None:
+    """Forward only, since flex attention has no backward on CPU; a full and a sliding layer, twenty packs."""
+    packs, ends = batches(20)
+    layers = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 5, "num_hidden_layers": 2}
+    drafter, plain = tiny_drafter(0, backend="flex", **layers), tiny_drafter(0, backend="sdpa", **layers)
+    with torch.no_grad(), Compiler(enabled=True, unplanned="error") as compiler:
+        core = compiler.compiled(drafter_core)
+        blank = blank_batch(32, drafter, torch.float32, torch.device("cpu"))
+        warm_up(compiler, "flex", [("32", partial(run_pack, drafter, ends, blank, settings_for(), core))], lambda _warmed: None)
+        compiler.seal()
+        for batch in packs:
+            got = compiler.run(partial(run_pack, drafter, ends, batch, settings_for(), core))
+            expected = run_pack(plain, ends, batch, settings_for())
+            assert got.loss_sum == pytest.approx(expected.loss_sum, rel=1e-5)
+            assert got.correct == expected.correct
+        assert (compiler.metrics.planned, compiler.metrics.unplanned, compiler.metrics.escaped) == (1, 0, 0)
 
 
 def test_an_unplanned_shape_is_counted_and_told_or_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -351,6 +396,19 @@ def test_buckets_are_few_and_bound_padding() -> None:
     assert choose_buckets(512, waste_of, enough=0.5) == [512]
     assert len(asked) == 6
     assert choose_buckets(4096, lambda b: 0.5) == [4096], "more buckets that gain nothing are not taken"
+
+
+def test_the_estimate_learns_what_a_first_and_a_later_run_of_a_shape_cost() -> None:
+    def left(*warmed: Warmed) -> float:
+        return seconds_left(warmed, shapes=2, workers=3, guess=25)
+
+    first, again = Warmed("a", "64", 10.0), Warmed("b", "64", 1.0)
+    assert left() == 50
+    assert left(first) == 10
+    assert left(first, again) == 10 + 3 * 1
+    other = Warmed("a", "128", 30.0)
+    assert left(first, again, other) == 3
+    assert left(first, again, other, *[again] * 3) == 0
 
 
 def test_auto_weighs_warm_up_against_steps() -> None:

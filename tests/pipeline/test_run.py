@@ -431,7 +431,10 @@ def test_compiled_training_equals_eager_training(small_config: Config, tmp_path:
         assert last["unplanned_compiles"] == 0
         if enabled:
             warmed = metrics(config, "warmup")
-            assert [w["worker"] for w in warmed] == ["drafter-0", "drafter-1"]
+            assert [w.get("worker") for w in warmed] == [None, "drafter-0", "drafter-1"]
+            assert [w["done"] for w in warmed] == [0, 1, 2]
+            assert warmed[0]["left_s"] > 0
+            assert warmed[-1]["left_s"] == 0
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
     # A checkpoint remembers how it was trained, and auto keeps to it.
     tree["train"]["max_steps"], tree["compile"]["enabled"], said = 10, "auto", []

@@ -56,6 +56,9 @@ def make_compiler(run: Resolved, replica: Replica, before: bool | None, say: Say
     before: what the checkpoint was trained with. Auto keeps to it, since compiled and eager steps differ in the last bits.
     """
     enabled = run.config.compile.enabled
+    if run.config.draft.attention == "flex":
+        # Called eagerly it compiles by itself, outside the gate.
+        enabled = True
     if before is not None and enabled == "auto":
         enabled = before
     if before is not None and enabled != before:

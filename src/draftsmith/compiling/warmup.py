@@ -1,7 +1,7 @@
 """Warm-up: every worker runs each of its shapes once before the pipeline moves, one worker at a time."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from draftsmith.compiling.compiler import Compiler
@@ -30,6 +30,20 @@ def warm_up(
             work()
             seconds = time.perf_counter() - begin
         report(Warmed(worker, shape, seconds))
+
+
+def seconds_left(warmed: Sequence[Warmed], *, shapes: int, workers: int, guess: float) -> float:
+    """Estimated seconds until every worker has run every shape.
+
+    guess: seconds to compile one shape, used until one has been measured. Who meets a shape first pays for compiling it.
+    """
+    first = {w.shape: w.seconds for w in reversed(warmed)}
+    again = sum(w.seconds for w in warmed) - sum(first.values())
+    repeats = len(warmed) - len(first)
+    cold = sum(first.values()) / len(first) if first else guess
+    warm = again / repeats if repeats else 0.0
+    unmet = shapes - len(first)
+    return unmet * cold + (shapes * workers - len(warmed) - unmet) * warm
 
 
 COMPILE_SECONDS = {"cpu": 25.0, "cuda": 90.0}

@@ -38,7 +38,7 @@ class DemoRecipe:
     chats: int = 4000
     prompts: int = 60
     max_new_tokens: int = 160
-    epochs: float = 5.0
+    epochs: float = 4.0
     block_size: int = 8
     anchors: int = 64
     bucket: int = 512

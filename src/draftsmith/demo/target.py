@@ -43,7 +43,7 @@ class TargetRecipe:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    steps: int = 2400
+    steps: int = 2000
     batch_size: int = 16
     matrix_lr: float = 0.02
     other_lr: float = 4e-3

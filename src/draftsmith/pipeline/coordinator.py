@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
-from draftsmith.compiling.warmup import Warmed
+from draftsmith.compiling.warmup import COMPILE_SECONDS, Warmed, seconds_left
 from draftsmith.errors import PipelineError, ReplicaError
 from draftsmith.pipeline.channel import Channel, ChannelClosed
 from draftsmith.pipeline.replicas import GradientExchange, Replica
@@ -128,17 +128,23 @@ class Coordinator:
 
     def _await_warm(self) -> None:
         """Wait until every drafter has run every bucket, reporting each with what is left to do."""
-        waiting, total, done = len(self._drafters), len(self.job.buckets) * len(self._drafters), 0
+        waiting, shapes, warmed = len(self._drafters), len(self.job.buckets), list[Warmed]()
+        guess = COMPILE_SECONDS[self.job.replicas[0].flat.device.type]
+
+        def tell(**about: object) -> None:
+            left = seconds_left(warmed, shapes=shapes, workers=len(self._drafters), guess=guess)
+            progress = {"done": len(warmed), "of": shapes * len(self._drafters), "left_s": round(left, 1)}
+            self._emit("warmup", {**progress, **about})
+
+        if self.job.compiler.enabled:
+            tell()
         while waiting and not self.stop:
             event = self._next_event()
             if isinstance(event, Failed):
                 raise self._blame(event)
             if isinstance(event, Warmed):
-                done += 1
-                self._emit(
-                    "warmup",
-                    {"worker": event.worker, "shape": event.shape, "seconds": event.seconds, "done": done, "of": total},
-                )
+                warmed.append(event)
+                tell(worker=event.worker, shape=event.shape, seconds=event.seconds)
             waiting -= isinstance(event, Ready)
 
     def _drive(self, start_step: int) -> Outcome:

@@ -59,7 +59,7 @@ def layer_masks(drafter: Drafter, document_ids: Tensor, anchors: Anchors) -> dic
     }
 
 
-Core = Callable[[Drafter, Tensor, Tensor, Tensor, Tensor, dict[str, Tensor | BlockMask]], Tensor]
+Core = Callable[[Drafter, Tensor, Tensor, Tensor, Tensor, Tensor, Anchors], Tensor]
 
 
 def drafter_core(
@@ -68,13 +68,16 @@ def drafter_core(
     context_positions: Tensor,
     slots: Tensor,
     positions: Tensor,
-    masks: dict[str, Tensor | BlockMask],
+    document_ids: Tensor,
+    anchors: Anchors,
 ) -> Tensor:
     """The part of a step that is worth compiling: context and slots to hidden states, [1, A*K, D].
 
-    Shapes depend on the bucket alone; anchors and masks are data, so fresh ones each step need no new graph.
+    Shapes depend on the bucket alone; anchors and documents are data, so fresh ones each step need no new graph. Masks are
+    made here, so that a compiled step never holds all pairs of queries and keys for flex, and compiles nothing of its own.
     """
-    return drafter(slots, positions, drafter.encode_context(features, context_positions), masks)
+    context = drafter.encode_context(features, context_positions)
+    return drafter(slots, positions, context, layer_masks(drafter, document_ids, anchors))
 
 
 def drafted_hidden(
@@ -90,8 +93,8 @@ def drafted_hidden(
     slots = block_inputs(tokens.ids.to(device), anchors, config.block_size, config.mask_token_id)
     positions = slot_positions(position_ids, anchors, config.block_size)
     embedded = F.embedding(slots.flatten(), ends.embedding).to(dtype)
-    masks = layer_masks(drafter, document_ids, anchors)
-    hidden = core(drafter, features[None], position_ids[None], embedded[None], positions.flatten()[None], masks)
+    context = (features[None], position_ids[None])
+    hidden = core(drafter, *context, embedded[None], positions.flatten()[None], document_ids, anchors)
     return hidden[0].unflatten(0, (anchors.positions.numel(), config.block_size))
 
 

@@ -104,10 +104,12 @@ class RunEvents:
         step = int(str(fields.get("step", self._start_step)))
         if kind == "warmup":
             self._steps_begin = time.perf_counter()
-            # Later workers find the first one's graphs, so what is left is mostly the first worker's own buckets.
-            self.say(
-                f"warm-up {fields['done']}/{fields['of']}: {fields['worker']} ran {fields['shape']} in {fields['seconds']:.1f} s"
-            )
+            left = f"about {_clock(float(str(fields['left_s'])))}"
+            if "worker" in fields:
+                told = f"{fields['worker']} ran {fields['shape']} in {fields['seconds']:.1f} s, {left} left"
+            else:
+                told = f"compiling, {left} unless the cache has it"
+            self.say(f"warm-up {fields['done']}/{fields['of']}: {told}")
         elif kind == "step":
             self._tokens += int(str(fields["tokens"]))
             stepping = time.perf_counter() - self._steps_begin
