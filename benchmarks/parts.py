@@ -97,8 +97,8 @@ def run_job(
     )
     coordinator = Coordinator(
         job,
-        save=lambda _step, _replica: None,
-        evaluate=lambda _step, _replica: None,
+        save=lambda _step, _replica, _digest: None,
+        evaluate=lambda _step, _replica, _interrupted: None,
         emit=lambda kind, fields: events.append({"kind": kind, **fields}),
         stop=StopRequest(),
     )
