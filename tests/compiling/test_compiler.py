@@ -262,10 +262,11 @@ def test_other_errors_pass_through() -> None:
         compiler.run(lambda: (_ for _ in ()).throw(RuntimeError("mine")))
 
 
-def test_a_compile_outside_the_gate_is_noticed() -> None:
+def test_a_compile_outside_the_gate_is_noticed_and_told(caplog: pytest.LogCaptureFixture) -> None:
     with Compiler(enabled=True) as compiler:
         compiler.compiled(toy(501))(torch.ones(3))
-        assert compiler.metrics.escaped == 1
+        assert compiler.account()["escaped"] == 1
+    assert "MainThread compiles outside the gate" in caplog.text
 
 
 def test_the_three_experiments_on_our_own_parts_show_no_fault(target: Target) -> None:

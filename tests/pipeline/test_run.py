@@ -435,6 +435,10 @@ def test_compiled_training_equals_eager_training(small_config: Config, tmp_path:
             assert [w["done"] for w in warmed] == [0, 1, 2]
             assert warmed[0]["left_s"] > 0
             assert warmed[-1]["left_s"] == 0
+            (account,) = metrics(config, "compile")
+            assert (account["planned"], account["unplanned"], account["escaped"]) == (1, 0, 0)
+            assert account["gate_longest_s"] > 0
+            assert {"drafter-0", "drafter-1", "target-0"} <= set(account["gate_wait_s"])
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
     # A checkpoint remembers how it was trained, and auto keeps to it.
     tree["train"]["max_steps"], tree["compile"]["enabled"], said = 10, "auto", []

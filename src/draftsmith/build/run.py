@@ -191,4 +191,8 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
                 emit=events.emit,
                 stop=stop,
             )
-            return coordinator.run(start_step)
+            try:
+                return coordinator.run(start_step)
+            finally:
+                if compiler.enabled:
+                    events.emit("compile", compiler.account())

@@ -103,6 +103,19 @@ class Compiler:
                 log.warning("unplanned compilation on %s: %s", threading.current_thread().name, reason)
             return result
 
+    def account(self) -> dict[str, object]:
+        """What compiled, how long one thread was alone, and who waited for it; seconds."""
+        gate = self.gate.metrics
+        return {
+            "planned": self.metrics.planned,
+            "unplanned": self.metrics.unplanned,
+            "escaped": self.metrics.escaped,
+            "compile_s": round(self.metrics.seconds, 3),
+            "gate_holds": gate.exclusive_holds,
+            "gate_longest_s": round(gate.longest_s, 3),
+            "gate_wait_s": {name: round(waited, 3) for name, waited in sorted(gate.wait_s.items())},
+        }
+
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         with self.gate.exclusive():
@@ -124,6 +137,10 @@ class Compiler:
         self._began = True
         if not self._alone:
             self.metrics.escaped += 1
+            log.error(
+                "%s compiles outside the gate: other threads may have computed wrong numbers meanwhile; report this",
+                threading.current_thread().name,
+            )
 
 
 def _stance() -> str:

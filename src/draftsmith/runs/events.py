@@ -110,6 +110,10 @@ class RunEvents:
             else:
                 told = f"compiling, {left} unless the cache has it"
             self.say(f"warm-up {fields['done']}/{fields['of']}: {told}")
+        elif kind == "compile":
+            self.say(
+                f"compiled {fields['planned']} planned and {fields['unplanned']} unplanned graphs, {fields['compile_s']:.1f} s alone"
+            )
         elif kind == "step":
             self._tokens += int(str(fields["tokens"]))
             stepping = time.perf_counter() - self._steps_begin
