@@ -431,7 +431,8 @@ def test_compiled_training_equals_eager_training(small_config: Config, tmp_path:
         assert last["unplanned_compiles"] == 0
         if enabled:
             warmed = metrics(config, "warmup")
-            assert [w.get("worker") for w in warmed] == [None, "drafter-0", "drafter-1"]
+            # Who comes first to the gate is open.
+            assert sorted(w["worker"] for w in warmed[1:]) == ["drafter-0", "drafter-1"]
             assert [w["done"] for w in warmed] == [0, 1, 2]
             assert warmed[0]["left_s"] > 0
             assert warmed[-1]["left_s"] == 0
