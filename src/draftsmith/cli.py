@@ -13,6 +13,8 @@ import typer
 
 from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, PipelineError
+from draftsmith.runs import verbs
+from draftsmith.runs.reporter import RunReporter
 
 app = typer.Typer(
     add_completion=False,
@@ -159,6 +161,9 @@ def export(
     _say(f"exported to {out}")
 
 
+verbs.register(app)
+
+
 def _exit_code(signal_number: int | None) -> int:
     return 0 if signal_number is None else 128 + signal_number
 
@@ -172,6 +177,7 @@ def _leave(code: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with the codes named above."""
+    RunReporter.from_environment().phase("interpreter")
     try:
         code: Any = app(args=arguments, standalone_mode=False)
     except DraftsmithError as error:

@@ -43,3 +43,7 @@ class ReplicaError(PipelineError):
 
 class CompileError(PipelineError):
     """A graph was needed that the plan did not foresee, and the run was told to stop at one."""
+
+
+class RunError(DraftsmithError):
+    """A run cannot be started, reached or ended; the message tells what was seen."""

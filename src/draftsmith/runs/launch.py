@@ -1,0 +1,118 @@
+"""Start a run, wait until it has come as far as asked, look at it, read its log, end it, start it again."""
+
+import base64
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from draftsmith.errors import RunError
+from draftsmith.runs.transport import Host, Unreachable, ask
+from draftsmith.runs.verdict import Verdict, judge, unreachable
+
+Level = Literal["start", "imports", "model", "step"]
+# Phases in the order a trainer goes through them; being in a later one proves the earlier.
+ORDER = ("interpreter", "imports", "preparing", "model", "compiling", "training", "saving", "evaluating")
+REACHED: Mapping[Level, str] = {"imports": "imports", "model": "model", "step": "training"}
+POLL_S = 0.2
+
+
+def look(host: Host, run: str) -> Verdict:
+    """The verdict on a run, now."""
+    return look_closely(host, run)[0]
+
+
+def look_closely(host: Host, run: str) -> tuple[Verdict, dict[str, Any]]:
+    """The verdict on a run with everything it rests on; empty if the host did not answer."""
+    try:
+        seen = ask(host, ["probe", run])
+    except Unreachable as error:
+        return unreachable(host.name, str(error)), {}
+    return judge(seen), seen
+
+
+def has_reached(phase: Mapping[str, Any], level: Level) -> bool:
+    """Whether a trainer that says `phase` has come as far as `level`."""
+    if level == "start":
+        return True
+    name = phase.get("name")
+    return name in ORDER and ORDER.index(name) >= ORDER.index(REACHED[level]) and (level != "step" or "step" in phase)
+
+
+def launch(
+    host: Host,
+    run: str,
+    argv: Sequence[str],
+    *,
+    until: Level,
+    wait_s: float,
+    say: Callable[[str], None],
+    **spec: Any,
+) -> Verdict:
+    """Start `argv` under a supervisor and wait until the trainer has come as far as `until`.
+
+    Returns the verdict: alive, or done with exit code 0. Raises RunError with the verdict in its text where the level was not
+    reached, the run left as it is.
+    """
+    try:
+        started = ask(host, ["start"], {"run": run, "argv": list(argv), **spec})
+    except Unreachable as error:
+        raise RunError(f"{host.name} cannot be reached: {error}") from error
+    say(f"started {started['attempt']} on {host.name}, supervisor pid {started['shim']}; it goes on without this terminal")
+    deadline, told = time.monotonic() + wait_s, ""
+    while True:
+        verdict, seen = look_closely(host, run)
+        phase = seen.get("phase", {})
+        if phase.get("name", "") != told:
+            told = phase["name"]
+            say(f"phase {told}")
+        if has_reached(phase, until) or verdict.code == 0:
+            return verdict
+        if verdict.name != "unreachable" and not verdict.alive:
+            raise RunError(
+                f"{run} did not reach '{until}': {verdict.line()}. {'; '.join(verdict.evidence)}. Next: {verdict.advice}"
+            )
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"{run} did not reach '{until}' within {wait_s:.0f} s and goes on: {verdict.line()}; look with `draftsmith why`"
+            )
+        time.sleep(POLL_S)
+
+
+def log_chunks(host: Host, run: str, *, follow: bool, poll_s: float = 0.5) -> Iterator[bytes]:
+    """The log from its start, in pieces; with `follow`, on until the attempt has ended."""
+    offset = 0
+    while True:
+        seen = ask(host, ["probe", run, str(offset)])
+        if not seen.get("attempt"):
+            raise RunError(f"{run} has no attempt on {host.name}; launch it first")
+        piece = base64.b64decode(seen.get("chunk", ""))
+        offset += len(piece)
+        if piece:
+            yield piece
+        elif not follow or not judge(seen).alive:
+            return
+        else:
+            time.sleep(poll_s)
+
+
+def stop(host: Host, run: str, *, wait_s: float, say: Callable[[str], None]) -> Verdict:
+    """Ask the supervisor to end the run and wait until it has; returns the last verdict. Raises RunError if it goes on."""
+    verdict, seen = look_closely(host, run)
+    if not seen:
+        raise RunError(f"{host.name} cannot be reached: {verdict.evidence[0]}")
+    if not verdict.alive:
+        return verdict
+    if not seen["shim"]["same"]:
+        raise RunError(f"{run} has no supervisor that could end it ({verdict.line()}). {verdict.advice}")
+    ask(host, ["stop", run])
+    grace = float(seen["record"]["grace_s"])
+    say(f"asked the supervisor to stop; the trainer has {grace:.0f} s to finish its step and save")
+    deadline = time.monotonic() + wait_s + grace
+    while verdict.alive:
+        if time.monotonic() > deadline:
+            raise RunError(f"{run} still lives {wait_s + grace:.0f} s after the stop: {verdict.line()}")
+        time.sleep(POLL_S)
+        verdict = look(host, run)
+        if verdict.name == "unreachable":
+            raise RunError(f"{host.name} stopped answering: {verdict.evidence[0]}; the stop was asked for")
+    return verdict

@@ -1,0 +1,287 @@
+"""From a run's records and probes to one verdict with its evidence and the next thing to do. Pure: no clock, no files.
+
+The first that matches wins: unreachable, never launched, exited (an exit record outlives reboots), host rebooted, container restarted,
+supervisor killed, supervisor stalled, log missing, then by what the trainer itself last said: silent, hung, compiling, running.
+"""
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Name = Literal[
+    "unreachable",
+    "never launched",
+    "exited",
+    "host rebooted",
+    "container restarted",
+    "supervisor killed",
+    "supervisor stalled",
+    "log missing",
+    "silent",
+    "hung",
+    "compiling",
+    "running",
+]
+SILENT_AFTER_S = 60.0
+FULL_BYTES = 2**20
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+RAISED = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Closed))\b:?(.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """name: what kind of state the run is in; cause: one phrase for people; evidence: what was seen; advice: what to do next;
+    alive: whether something of the run still works; code: the trainer's exit code, where it has one."""
+
+    name: Name
+    cause: str
+    evidence: tuple[str, ...]
+    advice: str
+    alive: bool = False
+    code: int | None = None
+
+    def line(self) -> str:
+        """One line for people."""
+        return f"{self.name}: {self.cause}" if self.cause else self.name
+
+
+def unreachable(host: str, reason: str) -> Verdict:
+    """The verdict when nothing could be asked: it says nothing about the run."""
+    return Verdict(
+        "unreachable",
+        f"{host} did not answer",
+        (reason,),
+        "the run itself may be fine; check the connection and ask again",
+    )
+
+
+def judge(seen: Mapping[str, Any]) -> Verdict:
+    """The verdict on what `shim.py probe` answered."""
+    for look in (_never, _exited, _elsewhere, _unsupervised, _log_lost):
+        verdict = look(seen)
+        if verdict is not None:
+            return verdict
+    return _by_phase(seen)
+
+
+def _never(seen: Mapping[str, Any]) -> Verdict | None:
+    if not seen.get("attempt"):
+        where = "exists and holds no attempt" if seen["exists"] else "does not exist"
+        return Verdict("never launched", "nothing was ever started here", (f"{seen['run']} {where}",), "launch it")
+    if not seen["record"]:
+        evidence = (f"{seen['attempt']} has no record", *_lines(seen["shim_log"], 3))
+        return Verdict("never launched", "the supervisor died before it could write a record", evidence, "launch it again")
+    return None
+
+
+def _lines(text: str, count: int) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _who(stop: Mapping[str, Any]) -> str:
+    return f"{stop.get('by') or 'a process'} (pid {stop.get('by_pid')}, user {stop.get('by_uid')})"
+
+
+def _raised(tail: str) -> tuple[str, str] | None:
+    """Type and message of the last exception that the log shows uncaught."""
+    if "Traceback (most recent call last)" not in tail and "SyntaxError" not in tail:
+        return None
+    found = RAISED.findall(tail)
+    return (found[-1][0], found[-1][1].strip()) if found else None
+
+
+def _exited(seen: Mapping[str, Any]) -> Verdict | None:
+    end = seen["exit"]
+    if not end:
+        return None
+    phase = end.get("phase") or {}
+    evidence = [f"ran {end['seconds']:.0f} s" + (f", last phase: {_phase(phase)}" if phase else ", no phase was reported")]
+    if end.get("left_behind"):
+        evidence.append(f"{end['left_behind']} processes were left behind and ended")
+    if end.get("unkillable"):
+        evidence.append(f"still there, could not be killed: {end['unkillable']}")
+    stop, tail = end.get("stop"), end.get("tail", "")
+    if stop:
+        evidence.append(f"a stop was asked for by {_who(stop)}")
+
+    def verdict(cause: str, advice: str, *more: str) -> Verdict:
+        return Verdict("exited", cause, (*evidence, *more), advice, code=end.get("code"))
+
+    if "not_started" in end:
+        return verdict(f"the trainer could not be started: {end['not_started']}", "check the command and the folder it runs in")
+    code, number = end["code"], end["signal"]
+    if number is not None:
+        return _killed(end, number, verdict)
+    if code == 0:
+        return verdict("finished", "nothing to do")
+    if stop and code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        return verdict(f"stopped on request (exit code {code})", "resume it when you like")
+    if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+        sent = phase.get("signalled")
+        who = f"by {_who(sent)}" if sent else "by an unknown sender"
+        return verdict(
+            f"stopped by {_name(code - 128)} from outside, sent {who}", "resume it; find out who stops it", *_lines(tail, 3)
+        )
+    raised = _raised(tail)
+    if raised is not None:
+        return _exception(raised, code, verdict, tail)
+    said = _lines(tail, 5)
+    if end["disk_free"] < FULL_BYTES:
+        told = f"{end['disk_free']} bytes free"
+        return verdict(f"disk full: {told}, exit code {code}", "free some space, then resume", *said)
+    if not said:
+        return verdict(f"exit code {code} without a word", "run it in the foreground to see more", "the log is empty")
+    errors = [line for line in said if line.startswith("error: ")]
+    what = "usage error" if code == 2 else "failed"
+    told = errors[-1].removeprefix("error: ") if errors else said[-1]
+    return verdict(f"{what} (exit code {code}): {told}", "see the log", *said)
+
+
+def _killed(end: Mapping[str, Any], number: int, verdict: Any) -> Verdict:
+    kills, tail = end.get("memory_kills", {}), _lines(end.get("tail", ""), 6)
+    if number == signal.SIGKILL and end.get("killed"):
+        return verdict(
+            "killed: it did not end in its grace after a stop was asked for",
+            "look at its stacks; raise the grace if a save takes that long",
+            *tail,
+        )
+    if number == signal.SIGKILL and any(kills.values()):
+        where = "its memory limit (cgroup)" if kills.get("cgroup") else "the machine's memory"
+        return verdict(
+            f"out of memory: the kernel killed it at {where}",
+            "lower train.anchors, data.buckets or train.channel_capacity, or raise the limit",
+            f"oom_kill counts rose by {kills}",
+            *tail,
+        )
+    if number in CRASHES:
+        return verdict(f"crashed in native code ({_name(number)})", "see the stacks in the log and report them", *tail)
+    if end.get("stop"):
+        return verdict(
+            f"stopped on request, by {_name(number)} before it could save", "resume it from its last checkpoint", *tail
+        )
+    none = "" if number != signal.SIGKILL else "no process was killed for memory meanwhile"
+    return verdict(
+        f"killed from outside ({_name(number)})", "resume it; find out who kills it", *([none] if none else []), *tail
+    )
+
+
+def _exception(raised: tuple[str, str], code: int, verdict: Any, tail: str) -> Verdict:
+    kind, message = raised
+    said = f"{kind}: {message}" if message else kind
+    shown = _lines(tail, 6)
+    if kind in ("ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"):
+        return verdict(f"import error: {said}", "mend the code or the environment it runs in", *shown)
+    if "OutOfMemory" in kind or (kind == "RuntimeError" and "out of memory" in message):
+        return verdict(f"out of GPU memory: {said}", "lower train.anchors or data.buckets", *shown)
+    if kind == "MemoryError":
+        return verdict(f"out of memory: {said}", "lower the memory it needs or raise its limit", *shown)
+    if "No space left" in message or "Disk quota" in message:
+        return verdict(f"disk full: {said}", "free some space, then resume", *shown)
+    return verdict(f"exception (exit code {code}): {said}", "see the traceback in the log", *shown)
+
+
+def _elsewhere(seen: Mapping[str, Any]) -> Verdict | None:
+    then, now = seen["record"]["place"], seen["now"]
+    last = seen["heartbeat"].get("wall")
+    beat = f"last heartbeat {now['wall'] - last:.0f} s ago by the wall clock" if last else "no heartbeat was written"
+    changed = [name for name in ("host", "boot_id", "pid_ns", "init_start") if then[name] != now[name]]
+    evidence = (*(f"{name} was {then[name]}, is {now[name]}" for name in changed), beat)
+    if "boot_id" in changed and "host" not in changed:
+        return Verdict("host rebooted", "the machine started anew under the run", evidence, "resume it")
+    if changed:
+        advice = "if you ask from inside the same container, resume it; otherwise ask from where it was launched"
+        return Verdict("container restarted", "its process namespace is not the one asked", evidence, advice)
+    return None
+
+
+def _unsupervised(seen: Mapping[str, Any]) -> Verdict | None:
+    record, shim, child = seen["record"], seen["shim"], seen["child"]
+    beat, limit = seen["heartbeat"], 5 * record["beat_s"] + 5
+    age = seen["now"]["boot"] - beat.get("boot", record["boot"])
+    if shim["same"]:
+        if age <= limit:
+            return None
+        stalled = (f"pid {record['shim']['pid']} is in state {shim['now'].get('state')}", f"last heartbeat {age:.0f} s ago")
+        return Verdict("supervisor stalled", "it lives and does not beat", stalled, "continue it if it was stopped", alive=True)
+    number = record["shim"]["pid"]
+    gone = f"supervisor pid {number} is gone"
+    if shim["now"]:
+        zombie = shim["now"]["state"] in "ZX" and shim["now"]["start"] == record["shim"]["start"]
+        gone = f"pid {number} is a corpse nobody collected" if zombie else f"pid {number} belongs to a stranger now"
+    evidence: tuple[str, ...] = (gone, f"last heartbeat {age:.0f} s ago", *_lines(seen["tail"], 3))
+    kills = {n: c for n, c in seen["now"].get("memory_kills", {}).items() if c}
+    if kills:
+        evidence = (*evidence, f"processes killed for memory since boot: {kills}")
+    if child["same"]:
+        pid = record["child"]["pid"]
+        cause = f"the trainer (pid {pid}) goes on without it"
+        return Verdict(
+            "supervisor killed", cause, evidence, f"let it end, or end pid {pid} with SIGTERM; then resume", alive=True
+        )
+    return Verdict("supervisor killed", "and the trainer with it", evidence, "resume it; find out who kills it")
+
+
+def _log_lost(seen: Mapping[str, Any]) -> Verdict | None:
+    log, first = seen["log"], seen["record"]["log"]["inode"]
+    if log["inode"] == first:
+        return None
+    how = "was deleted" if log["inode"] is None else "was replaced by another file"
+    pid = seen["record"]["shim"]["pid"]
+    evidence = (
+        f"{seen['attempt']}/log {how}",
+        f"the trainer still writes to the old one, {seen['heartbeat'].get('log', {}).get('written')} bytes",
+    )
+    return Verdict(
+        "log missing",
+        f"the log {how}",
+        evidence,
+        f"the run goes on; the old log can be read through /proc/{pid}/fd",
+        alive=True,
+    )
+
+
+def _phase(phase: Mapping[str, Any]) -> str:
+    if not phase:
+        return "none yet"
+    step = f" {phase['step']}/{phase.get('steps', '?')}" if phase.get("step") is not None else ""
+    return f"{phase.get('name', 'unknown')}{step}"
+
+
+def _by_phase(seen: Mapping[str, Any]) -> Verdict:
+    phase, beat, now = seen["phase"], seen["heartbeat"], seen["now"]["boot"]
+    begun = seen["record"]["boot"]
+    quiet = now - beat.get("log_grew", begun)
+    busy = "idle" if beat.get("idle") else f"computing ({beat.get('busy_ticks', 0)} CPU ticks in the last beat)"
+    since = now - phase["boot"] if phase else now - begun
+    evidence = (
+        f"phase: {_phase(phase)}, for {since:.0f} s",
+        f"{beat.get('processes', '?')} processes, {beat.get('rss', 0) / 2**20:.0f} MiB, {busy}",
+        f"log last grew {quiet:.0f} s ago",
+    )
+    late = phase and now > phase.get("deadline", float("inf"))
+    if late and beat.get("idle"):
+        stacks = tuple(_lines(seen["stacks"], 12)) or ("no stacks could be had",)
+        cause = f"nothing moves in phase {_phase(phase)}"
+        return Verdict("hung", cause, (*evidence, *stacks), "read the stacks; stop it and resume", alive=True)
+    if late:
+        cause = f"past its deadline in phase {_phase(phase)}, computing without a word"
+        return Verdict("silent", cause, evidence, "wait, or stop it and look at its stacks", alive=True)
+    if not phase:
+        if quiet > SILENT_AFTER_S or not beat.get("log", {}).get("written"):
+            cause = f"started and silent for {quiet:.0f} s, {busy}"
+            return Verdict("silent", cause, evidence, "wait, or look at its stacks", alive=True)
+        return Verdict("running", "a command that reports no phases", evidence, "", alive=True)
+    if phase.get("name") == "compiling":
+        return Verdict("compiling", f"within its deadline, {phase['deadline'] - now:.0f} s left", evidence, "wait", alive=True)
+    if phase.get("step") is None:
+        return Verdict("silent", f"starting up, in phase {_phase(phase)}", evidence, "wait", alive=True)
+    return Verdict("running", _phase(phase), evidence, "", alive=True)

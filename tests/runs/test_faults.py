@@ -1,0 +1,496 @@
+"""Real faults, small trainers: the verdict names the cause within seconds, and never says "running" of what is not."""
+
+import ast
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.errors import RunError
+from draftsmith.runs import shim
+from draftsmith.runs.launch import launch, look, look_closely, stop
+from draftsmith.runs.transport import Host, ask
+from draftsmith.runs.verdict import SILENT_AFTER_S, Verdict, judge
+
+HERE = Host()
+BEAT_S = 0.2
+pytestmark = pytest.mark.process
+
+
+def until(found: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+    """Poll real state: these faults happen in other processes, which nothing here can hold at a barrier."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = found()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"never came: {what}")
+
+
+class Run:
+    """One supervised trainer: a few lines of Python."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, code: str, **spec: Any) -> None:
+        self.start_argv([sys.executable, "-c", textwrap.dedent(code)], **spec)
+
+    def start_argv(self, argv: list[str], **spec: Any) -> None:
+        ask(HERE, ["start"], {"run": str(self.folder), "argv": argv, "beat_s": BEAT_S, "grace_s": 5, **spec})
+
+    @property
+    def seen(self) -> Mapping[str, Any]:
+        return look_closely(HERE, str(self.folder))[1]
+
+    def pid(self, who: str) -> int:
+        return self.seen["record"][who]["pid"]
+
+    def verdict(self) -> Verdict:
+        return look(HERE, str(self.folder))
+
+    def becomes(self, name: str, cause: str = "") -> Verdict:
+        def found() -> Verdict | None:
+            verdict = self.verdict()
+            return verdict if verdict.name == name and cause in verdict.cause else None
+
+        try:
+            return until(found, f"{name}: {cause}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; it is {self.verdict()}") from None
+
+    def prints(self, word: str) -> None:
+        until(lambda: word in self.seen["tail"], word)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path / "run")
+    yield made
+    seen = made.seen
+    for who in ("child", "shim"):
+        if seen.get("attempt") and seen[who]["same"]:
+            with suppress(ProcessLookupError):
+                os.kill(seen["record"][who]["pid"], signal.SIGKILL)
+
+
+WAIT = "import time; print('up'); time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("code", "cause", "words"),
+    [
+        ("def (", "import error: SyntaxError", "invalid syntax"),
+        ("import nowhere_at_all", "import error: ModuleNotFoundError: No module named 'nowhere_at_all'", ""),
+        ("raise ValueError('width 3, expected 4')", "exception (exit code 1): ValueError: width 3, expected 4", "Traceback"),
+        ("import os; os._exit(3)", "exit code 3 without a word", "the log is empty"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed in native code (SIGSEGV)", "Segmentation fault"),
+        ("import os; os.abort()", "crashed in native code (SIGABRT)", ""),
+        ("import sys; sys.stderr.write('error: no such file\\n'); sys.exit(2)", "usage error (exit code 2): no such file", ""),
+        ("bytearray(1 << 46)", "out of memory: MemoryError", ""),
+        ("raise OSError(28, 'No space left on device')", "disk full: OSError: [Errno 28] No space left on device", ""),
+        ("print('done')", "finished", ""),
+    ],
+)
+def test_a_trainer_that_ends_by_itself(run: Run, code: str, cause: str, words: str) -> None:
+    run.start(code)
+    verdict = run.becomes("exited")
+    assert verdict.cause.startswith(cause)
+    assert any(words in line for line in verdict.evidence)
+    assert not verdict.alive
+
+
+def test_a_trainer_that_is_not_there(run: Run) -> None:
+    with pytest.raises(RunError, match="No such file or directory: /nowhere/trainer"):
+        run.start_argv(["/nowhere/trainer"])
+    assert run.becomes("exited").cause.startswith("the trainer could not be started: No such file or directory")
+
+
+def test_nothing_was_ever_launched(run: Run) -> None:
+    assert run.verdict().name == "never launched"
+    assert "does not exist" in run.verdict().evidence[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_from_outside(run: Run, number: signal.Signals) -> None:
+    run.start(WAIT)
+    run.prints("up")
+    os.kill(run.pid("child"), number)
+    assert run.becomes("exited").cause == f"killed from outside ({number.name})"
+
+
+def test_a_sigterm_that_the_trainer_obeys_without_being_asked(run: Run) -> None:
+    run.start("import signal, sys, time; signal.signal(15, lambda *_: sys.exit(143)); print('up'); time.sleep(600)")
+    run.prints("up")
+    os.kill(run.pid("child"), signal.SIGTERM)
+    assert "stopped by SIGTERM from outside" in run.becomes("exited").cause
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup of this test's own, of 100 MB; v1 or v2."""
+    found = shim.read_text("/proc/self/cgroup")
+    lines = dict(line.split(":", 2)[1:] for line in found.splitlines())
+    v1 = "memory" in lines
+    parent = Path("/sys/fs/cgroup/memory" if v1 else "/sys/fs/cgroup") / lines["memory" if v1 else ""].lstrip("/")
+    folder = parent / f"draftsmith-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(100 * 2**20))
+    except OSError as error:
+        if folder.is_dir():
+            folder.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error.strerror}")
+    yield folder
+    until(lambda: not (folder / "cgroup.procs").read_text(), "the cgroup to empty")
+    folder.rmdir()
+
+
+def test_a_memory_limit_that_is_exceeded(run: Run, cgroup: Path) -> None:
+    begin = f"import os; open({str(cgroup / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+    spec = {
+        "run": str(run.folder),
+        "argv": [sys.executable, "-c", "x = [bytearray(1 << 24) for _ in range(50)]"],
+        "beat_s": BEAT_S,
+    }
+    # The caller enters the cgroup, so that supervisor and trainer are born in it, as in a container.
+    code = begin + f"from draftsmith.runs.transport import Host, ask; ask(Host(), ['start'], {spec!r})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    verdict = run.becomes("exited")
+    assert verdict.cause == "out of memory: the kernel killed it at its memory limit (cgroup)"
+    assert any("oom_kill counts rose" in line for line in verdict.evidence)
+
+
+def test_the_supervisor_is_killed(run: Run) -> None:
+    run.start(WAIT)
+    run.prints("up")
+    child = run.pid("child")
+    os.kill(run.pid("shim"), signal.SIGKILL)
+    verdict = run.becomes("supervisor killed", f"the trainer (pid {child}) goes on without it")
+    assert verdict.alive
+    with pytest.raises(RunError, match="no supervisor that could end it"):
+        stop(HERE, str(run.folder), wait_s=1, say=lambda _line: None)
+    with pytest.raises(RunError, match=f"processes of an earlier attempt still live: {child}"):
+        run.start(WAIT)
+    os.kill(child, signal.SIGKILL)
+    assert not run.becomes("supervisor killed", "and the trainer with it").alive
+
+
+def test_the_supervisor_is_stopped(run: Run) -> None:
+    run.start(WAIT)
+    run.prints("up")
+    os.kill(run.pid("shim"), signal.SIGSTOP)
+    assert run.becomes("supervisor stalled").evidence[0].endswith("in state T")
+    os.kill(run.pid("shim"), signal.SIGCONT)
+    until(lambda: run.verdict().name != "supervisor stalled", "the supervisor to beat again")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_log_is_deleted_or_replaced(run: Run, replaced: bool) -> None:
+    run.start("import time; print('up'); time.sleep(600)")
+    run.prints("up")
+    log = Path(run.seen["attempt"]) / "log"
+    log.unlink()
+    if replaced:
+        log.with_name("other").write_text("other")
+        log.with_name("other").rename(log)
+    verdict = run.becomes("log missing", "replaced" if replaced else "deleted")
+    assert verdict.alive
+    os.kill(run.pid("child"), signal.SIGKILL)
+    run.becomes("exited")
+    assert run.seen["exit"]["tail"] == "up\n", "the supervisor still holds the log that was lost"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB of this test's own."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "draftsmith-test", str(folder)], capture_output=True)
+    if made.returncode:
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_the_disk_is_full(small_disk: Path) -> None:
+    run = Run(small_disk / "run")
+    with pytest.raises(RunError, match="MiB free in .*, expected 100; free some space"):
+        run.start(WAIT)
+    code = f"open({str(small_disk / 'fill')!r}, 'w').write('x' * (1 << 22))"
+    run.start(code, needs={"disk_mb": 0})
+    assert run.becomes("exited", "disk full: ").code == 1, "though not even the traceback found room in the log"
+
+
+@pytest.mark.parametrize("where", ["lock", "queue"])
+def test_a_hang_shows_its_stacks(run: Run, where: str) -> None:
+    hang = {"lock": "lock = threading.Lock(); lock.acquire(); lock.acquire()", "queue": "queue.Queue().get()"}[where]
+    run.start(
+        f"""
+        import queue, threading
+        from draftsmith.runs.reporter import RunReporter
+        def stuck_here():
+            {hang}
+        RunReporter.from_environment().phase("model", deadline_s=1)
+        stuck_here()
+        """
+    )
+    verdict = run.becomes("hung", "nothing moves in phase model")
+    until(lambda: "stuck_here" in run.seen["stacks"], "stacks")
+    assert any("stuck_here" in line for line in run.verdict().evidence)
+    assert verdict.alive
+
+
+def test_silent_but_computing(run: Run) -> None:
+    run.start(
+        """
+        from draftsmith.runs.reporter import RunReporter
+        RunReporter.from_environment().phase("model", deadline_s=1)
+        while True:
+            pass
+        """
+    )
+    verdict = run.becomes("silent", "past its deadline in phase model, computing without a word")
+    assert any("computing (" in line for line in verdict.evidence)
+
+
+def test_a_slow_compile_within_its_deadline(run: Run) -> None:
+    run.start(
+        """
+        from draftsmith.runs.reporter import RunReporter
+        RunReporter.from_environment().phase("compiling", deadline_s=900)
+        while True:
+            pass
+        """
+    )
+    assert "within its deadline" in run.becomes("compiling").cause
+
+
+def test_a_second_launch_changes_nothing(run: Run) -> None:
+    run.start(WAIT)
+    run.prints("up")
+    before = run.pid("child")
+    with pytest.raises(RunError, match="already has a supervisor; stop it first"):
+        run.start(WAIT)
+    assert run.pid("child") == before
+    assert run.verdict().alive
+
+
+def altered(seen: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The probe with one value changed, at a path with dots."""
+    head, _, rest = path.partition(".")
+    return {**seen, head: altered(seen[head], rest, value) if rest else value}
+
+
+def test_another_boot_another_container_and_a_stepped_clock(run: Run) -> None:
+    run.start(WAIT)
+    run.prints("up")
+    until(lambda: run.seen["heartbeat"], "a heartbeat")
+    seen = run.seen
+    assert judge(altered(seen, "now.boot_id", "another")).name == "host rebooted"
+    for name in ("pid_ns", "init_start", "host"):
+        assert judge(altered(seen, f"now.{name}", "another")).name == "container restarted"
+    for step in (-1e9, 1e9):
+        assert judge(altered(seen, "now.wall", seen["now"]["wall"] + step)).line() == judge(seen).line()
+    os.kill(run.pid("child"), signal.SIGKILL)
+    run.becomes("exited")
+    assert judge(altered(run.seen, "now.boot_id", "another")).name == "exited", "how a run ended outlives a reboot"
+
+
+def test_report_27_a_recycled_pid_is_a_stranger_and_left_alone(run: Run) -> None:
+    run.start("pass")
+    run.becomes("exited")
+    attempt = Path(run.seen["attempt"])
+    (attempt / "exit.json").unlink()
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        record = shim.read_json(str(attempt / "record.json"))
+        for who in ("shim", "child"):
+            record[who]["pid"] = stranger.pid
+        shim.write_json(str(attempt / "record.json"), record)
+        verdict = run.becomes("supervisor killed", "and the trainer with it")
+        assert verdict.evidence[0] == f"pid {stranger.pid} belongs to a stranger now"
+        assert not stop(HERE, str(run.folder), wait_s=1, say=lambda _line: None).alive
+        run.start("pass")
+        run.becomes("exited", "finished")
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_corpse_is_not_alive(run: Run) -> None:
+    run.start("pass")
+    run.becomes("exited")
+    attempt = Path(run.seen["attempt"])
+    (attempt / "exit.json").unlink()
+    corpse = subprocess.Popen(["true"])
+    until(lambda: shim.stat_of(corpse.pid)["state"] == "Z", "a zombie")
+    record = shim.read_json(str(attempt / "record.json"))
+    record["shim"] = record["child"] = shim.stat_of(corpse.pid)
+    shim.write_json(str(attempt / "record.json"), record)
+    verdict = run.verdict()
+    assert (verdict.name, verdict.alive) == ("supervisor killed", False)
+    assert "corpse nobody collected" in verdict.evidence[0]
+    corpse.wait()
+
+
+def test_a_host_that_does_not_answer() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    verdict = look(Host("far", ssh=f"ssh://127.0.0.1:{port}"), "/runs/x")
+    assert verdict.name == "unreachable"
+    assert "Connection refused" in verdict.evidence[0]
+
+
+def test_report_33_what_was_printed_is_on_disk(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    run.start("import time; print('only once'); time.sleep(600)")
+    run.prints("only once")
+    os.kill(run.pid("child"), signal.SIGKILL)
+    run.becomes("exited", "killed from outside (SIGKILL)")
+    assert run.seen["tail"] == "only once\n"
+
+
+def test_started_and_silent_is_told_from_quiet(run: Run) -> None:
+    run.start("import time; time.sleep(600)")
+    assert "started and silent" in run.becomes("silent").cause
+    until(lambda: run.seen["heartbeat"], "a heartbeat")
+    assert any("idle" in line for line in run.verdict().evidence)
+    spoken = altered(altered(run.seen, "heartbeat.log.written", 9), "heartbeat.log_grew", run.seen["now"]["boot"])
+    assert judge(spoken).name == "running"
+    assert judge(altered(spoken, "now.boot", spoken["now"]["boot"] + SILENT_AFTER_S + 1)).name != "running"
+
+
+def test_report_23_a_launch_through_captured_pipes_returns_at_once(run: Run) -> None:
+    words = [sys.executable, shim.__file__, "start"]
+    spec = f'{{"run": "{run.folder}", "argv": ["sleep", "600"], "beat_s": {BEAT_S}}}'
+    done = subprocess.run(words, input=spec, capture_output=True, text=True, timeout=10, check=True)
+    assert done.stdout.startswith(shim.SENTINEL)
+    assert run.seen["child"]["same"]
+
+
+def test_report_25_a_wrapper_that_dies_of_the_signal_takes_nothing_with_it(run: Run, tmp_path: Path) -> None:
+    """The inner process gets the signal too and has the grace to save."""
+    inner = tmp_path / "inner.py"
+    inner.write_text(
+        f"""
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(1)
+    pathlib.Path({str(tmp_path / "saved")!r}).write_text('saved')
+    sys.exit(0)
+signal.signal(15, save)
+print('inner up')
+time.sleep(600)
+"""
+    )
+    run.start_argv(["sh", "-c", f"setsid {sys.executable} {inner} & wait"])
+    run.prints("inner up")
+    verdict = stop(HERE, str(run.folder), wait_s=20, say=lambda _line: None)
+    assert verdict.cause.startswith("stopped on request")
+    assert (tmp_path / "saved").read_text() == "saved"
+    assert run.seen["exit"]["left_behind"] == 1
+    assert run.seen["exit"]["unkillable"] == []
+
+
+def test_a_trainer_that_will_not_stop_is_killed_after_its_grace_with_all_its_children(run: Run) -> None:
+    run.start(
+        """
+        import signal, subprocess, sys, time
+        signal.signal(15, signal.SIG_IGN)
+        deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('child up'); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True)
+        time.sleep(600)
+        """,
+        grace_s=1,
+    )
+    run.prints("child up")
+    below = list(shim.descendants(run.pid("shim")).values())
+    assert len(below) == 2
+    verdict = stop(HERE, str(run.folder), wait_s=20, say=lambda _line: None)
+    assert verdict.cause.startswith("killed: it did not end in its grace")
+    assert not any(shim.is_same(process) for process in below)
+
+
+def test_report_31_a_stop_lets_the_trainer_save(run: Run, tmp_path: Path) -> None:
+    run.start(
+        f"""
+        import pathlib, signal, sys, time
+        def save(*_):
+            pathlib.Path({str(tmp_path / "saved")!r}).write_text("saved")
+            sys.exit(143)
+        signal.signal(signal.SIGTERM, save)
+        print("up")
+        time.sleep(600)
+        """
+    )
+    run.prints("up")
+    verdict = stop(HERE, str(run.folder), wait_s=20, say=lambda _line: None)
+    assert verdict.cause == "stopped on request (exit code 143)"
+    assert (tmp_path / "saved").exists()
+    assert any(f"pid {os.getpid()}" in line for line in verdict.evidence), "who asked is on record"
+
+
+def test_launch_returns_at_the_level_asked_for_or_says_why_not(run: Run) -> None:
+    code = """
+        import time
+        from draftsmith.runs.reporter import RunReporter
+        reporter = RunReporter.from_environment()
+        for name in ("interpreter", "imports", "model"):
+            reporter.phase(name)
+            time.sleep(0.3)
+        reporter.step(1, 9)
+        time.sleep(600)
+        """
+    argv = [sys.executable, "-c", textwrap.dedent(code)]
+    said: list[str] = []
+    verdict = launch(HERE, str(run.folder), argv, until="step", wait_s=20, say=said.append, beat_s=BEAT_S)
+    assert verdict.line() == "running: training 1/9"
+    assert said[-1] == "phase training"
+    stop(HERE, str(run.folder), wait_s=20, say=said.append)
+    with pytest.raises(RunError, match=r"did not reach 'imports': exited: exit code 7 without a word\. .*the log is empty"):
+        launch(
+            HERE, str(run.folder), [sys.executable, "-c", "raise SystemExit(7)"], until="imports", wait_s=20, say=said.append
+        )
+    with pytest.raises(RunError, match="did not reach 'model' within 1 s and goes on: silent"):
+        launch(
+            HERE,
+            str(run.folder),
+            [sys.executable, "-c", "import time; time.sleep(60)"],
+            until="model",
+            wait_s=1,
+            say=said.append,
+        )
+
+
+def test_secrets_reach_no_record(run: Run) -> None:
+    secrets = {"HF_TOKEN": "hf_abcdefghijklmnop", "CUDA_PROXY": "http://user:hunter2@proxy"}
+    run.start("import os, sys; print('token=' + os.environ['HF_TOKEN']); sys.exit(1)", env=secrets)
+    run.becomes("exited")
+    shown = "".join(p.read_text() for p in Path(run.seen["attempt"]).glob("*.json")) + str(run.seen)
+    assert "abcdefghijklmnop" not in shown
+    assert "hunter2" not in shown
+    assert "http://***@proxy" in shown
+
+
+def test_the_shim_needs_the_standard_library_alone_and_old_python_can_read_it() -> None:
+    source = Path(shim.__file__).read_text(encoding="utf-8")
+    tree = ast.parse(source, feature_version=(3, 8))
+    names = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)} | {
+        alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names
+    }
+    assert {str(name).partition(".")[0] for name in names} <= set(sys.stdlib_module_names)
+    assert errno.ENOSPC == 28
