@@ -11,7 +11,9 @@ PEERS := $(VENV)/.ready-peers
 .PHONY: demo test test-kill test-wheel test-torch check format wheel lock clean
 
 demo: $(READY)
-	$(BIN)/draftsmith demo
+	$(BIN)/draftsmith launch --run runs/demo --until start -- demo
+	$(BIN)/draftsmith logs -f runs/demo
+	$(BIN)/draftsmith status runs/demo
 
 test: $(READY) $(PEERS)
 	$(BIN)/python -m pytest

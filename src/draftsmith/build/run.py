@@ -26,6 +26,7 @@ from draftsmith.pipeline.replicas import Replica
 from draftsmith.pipeline.step import FrozenEnds, blank_batch, drafter_core, run_pack
 from draftsmith.pipeline.workers import Job
 from draftsmith.runs.events import RunEvents
+from draftsmith.runs.reporter import RunReporter
 from draftsmith.target.capture import Capture
 
 
@@ -146,11 +147,14 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
     Until the first worker starts, signals do what they do to any process: there is nothing to save yet.
     """
     root = Path(config.run.dir)
+    reporter = RunReporter.from_environment()
+    reporter.phase("imports")
     with run_lock(root):
         checkpoint = find_resume(root, resume, say)
         run = resolve(config, date.fromisoformat(checkpoint.state["day"]) if checkpoint is not None else None)
         if checkpoint is not None:
             check_fit(run, checkpoint, say)
+        reporter.phase("model")
         for line in run.describe():
             say(line)
         prompts = []
@@ -167,7 +171,9 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
         with (
             use_cache(Path(config.compile.cache).expanduser()),
             make_compiler(run, replicas[0], before, say) as compiler,
-            RunEvents(root, steps=run.plan.steps, start_step=start_step, log_every=config.run.log_every) as events,
+            RunEvents(
+                root, steps=run.plan.steps, start_step=start_step, log_every=config.run.log_every, reporter=reporter
+            ) as events,
             stop_on_signals(stop),
         ):
             job = Job(

@@ -25,6 +25,7 @@ from draftsmith.draft.model import Drafter
 from draftsmith.evaluate.report import read_metrics, write_report
 from draftsmith.evaluate.suite import PromptResult, decode_both_ways, load_prompts, summarise
 from draftsmith.pipeline.plan import generator_for
+from draftsmith.runs.reporter import RunReporter
 from draftsmith.target.load import Target, load_target
 
 Say = Callable[[str], None]
@@ -109,6 +110,8 @@ def run_demo(folder: Path, say: Say, recipe: DemoRecipe = DemoRecipe()) -> int |
     def lap(stage: str) -> None:
         seconds[stage] = round(time.perf_counter() - begin - sum(seconds.values()), 1)
 
+    reporter = RunReporter.from_environment()
+    reporter.phase("preparing")
     folder.mkdir(parents=True, exist_ok=True)
     made = build_target(folder / "target", recipe.target, say)
     done = folder / "report.json"
@@ -129,6 +132,7 @@ def run_demo(folder: Path, say: Say, recipe: DemoRecipe = DemoRecipe()) -> int |
         say(f"stopped on request at step {outcome.step}; run the demo again to go on")
         return outcome.signal_number
     lap("training")
+    reporter.phase("evaluating", step=outcome.step, steps=outcome.step)
 
     checkpoint = folder / "train" / f"checkpoint-{outcome.step}"
     for kind in ("dflash", "speculators"):

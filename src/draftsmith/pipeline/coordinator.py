@@ -158,6 +158,7 @@ class Coordinator:
                 self._checkpoint(step)
                 saved = step
                 if not self.stop:
+                    self._emit("phase", {"name": "evaluating", "step": step})
                     # Decoding runs the target eagerly, as capture does.
                     with self.job.compiler.gate.shared():
                         self._evaluate(step, self.job.replicas[0], self._interrupted)
@@ -216,6 +217,7 @@ class Coordinator:
         )
 
     def _checkpoint(self, step: int) -> None:
+        self._emit("phase", {"name": "saving", "step": step})
         with self.job.compiler.gate.shared():
             digests = [replica.digest() for replica in self.job.replicas]
         if len(set(digests)) != 1:

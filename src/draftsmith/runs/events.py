@@ -14,6 +14,8 @@ from rich.live import Live
 from rich.text import Text
 from torch.utils.tensorboard import SummaryWriter
 
+from draftsmith.runs.reporter import RunReporter
+
 SCALARS = ("loss", "tau_estimate", "tau", "lr", "grad_norm", "data_wait", "tokens_per_s")
 
 
@@ -29,7 +31,17 @@ class RunEvents:
     On resume, metrics of steps past the checkpoint are dropped first, so that each step stands once.
     """
 
-    def __init__(self, folder: Path, *, steps: int, start_step: int, log_every: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        start_step: int,
+        log_every: int,
+        stream: TextIO | None = None,
+        reporter: RunReporter | None = None,
+    ) -> None:
+        self._reporter = reporter or RunReporter(None)
         self._steps, self._start_step, self._log_every = steps, start_step, log_every
         self._path = folder / "metrics.jsonl"
         self._keep_until(start_step)
@@ -97,13 +109,20 @@ class RunEvents:
             self._failed = True
 
     def emit(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Record an event. `step` events also move the progress line; `checkpoint` and `evaluation` print a line."""
+        """Record an event. `step` events also move the progress line; `checkpoint` and `evaluation` print a line.
+
+        `phase` events go to the supervisor alone.
+        """
         assert self._begin is not None
+        if kind == "phase":
+            self._reporter.phase(str(fields["name"]), step=fields["step"], steps=self._steps)
+            return
         elapsed = time.perf_counter() - self._begin
         record: dict[str, object] = {"kind": kind, "seconds": round(elapsed, 3), **fields}
         step = int(str(fields.get("step", self._start_step)))
         if kind == "warmup":
             self._steps_begin = time.perf_counter()
+            self._reporter.phase("compiling", deadline_s=max(600.0, 10 * float(str(fields["left_s"]))))
             left = f"about {_clock(float(str(fields['left_s'])))}"
             if "worker" in fields:
                 told = f"{fields['worker']} ran {fields['shape']} in {fields['seconds']:.1f} s, {left} left"
@@ -115,6 +134,7 @@ class RunEvents:
                 f"compiled {fields['planned']} planned and {fields['unplanned']} unplanned graphs, {fields['compile_s']:.1f} s alone"
             )
         elif kind == "step":
+            self._reporter.step(step, self._steps)
             self._tokens += int(str(fields["tokens"]))
             stepping = time.perf_counter() - self._steps_begin
             record["tokens_per_s"] = round(self._tokens / stepping, 1)
