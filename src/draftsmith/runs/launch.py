@@ -80,18 +80,21 @@ def launch(
 
 def log_chunks(host: Host, run: str, *, follow: bool, poll_s: float = 0.5) -> Iterator[bytes]:
     """The log from its start, in pieces; with `follow`, on until the attempt has ended."""
-    offset = 0
+    offset, end = 0, None
     while True:
         seen = ask(host, ["probe", run, str(offset)])
         if not seen.get("attempt"):
             raise RunError(f"{run} has no attempt on {host.name}; launch it first")
+        # A log that grows faster than it is read would never end.
+        end = end or seen["log"]["size"] or 0
         piece = base64.b64decode(seen.get("chunk", ""))
         offset += len(piece)
-        if piece:
-            yield piece
-        elif not follow or not judge(seen).alive:
+        yield piece
+        if not follow and (offset >= end or not piece):
             return
-        else:
+        if not piece:
+            if not judge(seen).alive:
+                return
             time.sleep(poll_s)
 
 
