@@ -20,7 +20,7 @@ test: $(READY) $(PEERS)
 
 # Kill -9 at 20 random moments of a run, resuming each time (minutes).
 test-kill: $(READY)
-	$(BIN)/python -m pytest -m slow tests/faults
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3000 tests/faults
 
 # Format, lint, types and the fast tests.
 check: $(READY) $(PEERS)

@@ -1,6 +1,8 @@
 """A real sshd on loopback, and a fresh pid namespace behind it as the container: runs outlive every connection to them."""
 
+import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -131,9 +133,9 @@ def test_a_run_outlives_its_connections_and_stops_after_saving(host: Host, run: 
         assert seen["record"]["place"]["pid_ns"] != os.readlink("/proc/self/ns/pid")
         assert look(Host(), run).name == "container restarted", "asked from outside, its pids mean nothing"
     # A reader that is cut off in the middle takes nothing with it.
-    reader = subprocess.Popen(host.argv(["tail", "-f", f"{seen['attempt']}/log"]), stdout=subprocess.PIPE)
-    assert reader.stdout is not None
-    reader.stdout.readline()
+    follow = host.argv(["tail", "-f", f"{seen['attempt']}/log"])
+    reader = subprocess.Popen(follow, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert select.select([reader.stdout], [], [], 30)[0], "nothing came through ssh"
     reader.kill()
     reader.wait()
     step = look_closely(host, run)[1]["phase"]["step"]
@@ -163,8 +165,6 @@ def test_a_run_outlives_the_terminal_and_tmux(host: Host, run: str, tmp_path: Pa
         "import json, sys; from draftsmith.runs.transport import Host, ask;"
         f"ask(Host('box', 'box', {host.wrapper!r}, sys.executable), ['start'], json.load(open({str(tmp_path / 'spec')!r})))"
     )
-    import json
-
     (tmp_path / "spec").write_text(json.dumps({"run": run, "argv": argv(), **spec(tmp_path)}))
     (tmp_path / "start.py").write_text(code)
     tmux = ["tmux", "-L", f"draftsmith-test-{os.getpid()}"]
