@@ -2,7 +2,10 @@
 
 import json
 import random
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +79,17 @@ def save_target(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def until(found: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+    """Poll real state: these faults happen in other processes, which nothing here can hold at a barrier."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        value = found()
+        if value:
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"never came: {what}")
 
 
 @pytest.fixture(scope="session")

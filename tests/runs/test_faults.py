@@ -8,8 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,11 @@ from draftsmith.runs import shim
 from draftsmith.runs.launch import launch, look, look_closely, stop
 from draftsmith.runs.transport import Host, ask
 from draftsmith.runs.verdict import SILENT_AFTER_S, Verdict, judge
+from tests.conftest import until
 
 HERE = Host()
 BEAT_S = 0.2
 pytestmark = pytest.mark.process
-
-
-def until(found: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
-    """Poll real state: these faults happen in other processes, which nothing here can hold at a barrier."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = found()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"never came: {what}")
 
 
 class Run:

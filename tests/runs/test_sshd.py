@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import pytest
 from draftsmith.runs import shim
 from draftsmith.runs.launch import launch, log_chunks, look, look_closely, stop
 from draftsmith.runs.transport import Host, ask
+from tests.conftest import until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 pytestmark = [
@@ -40,16 +41,6 @@ TRAINER = """
         print("step", step)
         time.sleep(0.05)
     """
-
-
-def until(found: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        value = found()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"never came: {what}")
 
 
 @pytest.fixture(scope="module")
