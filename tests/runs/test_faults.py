@@ -414,6 +414,23 @@ def test_a_trainer_that_will_not_stop_is_killed_after_its_grace_with_all_its_chi
     assert not any(shim.is_same(process) for process in below)
 
 
+def test_what_a_finished_trainer_leaves_behind_is_ended_even_if_deaf(run: Run) -> None:
+    run.start(
+        """
+        import subprocess, sys
+        deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('child up'); time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-u", "-c", deaf], start_new_session=True, stdout=subprocess.PIPE)
+        child.stdout.readline()
+        print(child.pid)
+        """
+    )
+    run.prints("\n")
+    left = shim.stat_of(int(run.seen["tail"]))
+    assert run.becomes("exited", "finished").evidence[1] == "1 processes were left behind and ended"
+    assert run.seen["exit"]["unkillable"] == []
+    assert not shim.is_same(left)
+
+
 def test_report_31_a_stop_lets_the_trainer_save(run: Run, tmp_path: Path) -> None:
     run.start(
         f"""
