@@ -27,7 +27,7 @@ check: $(READY) $(PEERS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not process and not compiled" -x
+	$(BIN)/python -m pytest -m "not slow and not process and not compiled" -x --ignore=tests/demo
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
