@@ -2,7 +2,9 @@
 
 import ast
 import errno
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -69,7 +71,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     yield made
     seen = made.seen
     for who in ("child", "shim"):
-        if seen.get("attempt") and seen[who]["same"]:
+        if shim.is_same(seen.get("record", {}).get(who)):
             with suppress(ProcessLookupError):
                 os.kill(seen["record"][who]["pid"], signal.SIGKILL)
 
@@ -166,14 +168,31 @@ def test_the_supervisor_is_killed(run: Run) -> None:
     run.prints("up")
     child = run.pid("child")
     os.kill(run.pid("shim"), signal.SIGKILL)
-    verdict = run.becomes("supervisor killed", f"the trainer (pid {child}) goes on without it")
+    verdict = run.becomes("supervisor killed", f"the trainer goes on without it (pid {child})")
     assert verdict.alive
-    with pytest.raises(RunError, match="no supervisor that could end it"):
-        stop(HERE, str(run.folder), wait_s=1, say=lambda _line: None)
     with pytest.raises(RunError, match=f"processes of an earlier attempt still live: {child}"):
         run.start(WAIT)
-    os.kill(child, signal.SIGKILL)
-    assert not run.becomes("supervisor killed", "and the trainer with it").alive
+    assert stop(HERE, str(run.folder), wait_s=5, say=lambda _line: None).line() == "supervisor killed: and the trainer with it"
+    assert not shim.is_same(run.seen["record"]["child"])
+
+
+def test_the_supervisor_and_the_trainer_are_killed_and_a_deaf_helper_lives(run: Run) -> None:
+    run.start(
+        """
+        import signal, subprocess, sys, time
+        deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('helper up'); time.sleep(600)"
+        subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True)
+        time.sleep(600)
+        """,
+        grace_s=1,
+    )
+    run.prints("helper up")
+    below = shim.descendants(run.pid("shim"))
+    for who in ("shim", "child"):
+        os.kill(run.pid(who), signal.SIGKILL)
+    assert run.becomes("supervisor killed", "the trainer goes on without it").alive
+    assert not stop(HERE, str(run.folder), wait_s=10, say=lambda _line: None).alive
+    assert not any(shim.is_same(process) for process in below.values())
 
 
 def test_the_supervisor_is_stopped(run: Run) -> None:
@@ -288,8 +307,9 @@ def test_another_boot_another_container_and_a_stepped_clock(run: Run) -> None:
     until(lambda: run.seen["heartbeat"], "a heartbeat")
     seen = run.seen
     assert judge(altered(seen, "now.boot_id", "another")).name == "host rebooted"
-    for name in ("pid_ns", "init_start", "host"):
+    for name in ("pid_ns", "init_start"):
         assert judge(altered(seen, f"now.{name}", "another")).name == "container restarted"
+    assert judge(altered(seen, "now.host", "renamed")) == judge(seen)
     for step in (-1e9, 1e9):
         assert judge(altered(seen, "now.wall", seen["now"]["wall"] + step)).line() == judge(seen).line()
     os.kill(run.pid("child"), signal.SIGKILL)
@@ -368,7 +388,7 @@ def test_report_23_a_launch_through_captured_pipes_returns_at_once(run: Run) -> 
     spec = f'{{"run": "{run.folder}", "argv": ["sleep", "600"], "beat_s": {BEAT_S}}}'
     done = subprocess.run(words, input=spec, capture_output=True, text=True, timeout=10, check=True)
     assert done.stdout.startswith(shim.SENTINEL)
-    assert run.seen["child"]["same"]
+    assert shim.is_same(run.seen["record"]["child"])
 
 
 def test_report_25_a_wrapper_that_dies_of_the_signal_takes_nothing_with_it(run: Run, tmp_path: Path) -> None:
@@ -483,13 +503,132 @@ def test_launch_returns_at_the_level_asked_for_or_says_why_not(run: Run) -> None
 
 
 def test_secrets_reach_no_record(run: Run) -> None:
-    secrets = {"HF_TOKEN": "hf_abcdefghijklmnop", "CUDA_PROXY": "http://user:hunter2@proxy"}
-    run.start("import os, sys; print('token=' + os.environ['HF_TOKEN']); sys.exit(1)", env=secrets)
+    secrets = {"HF_TOKEN": "hf_abcdefghijklmnop", "CUDA_PROXY": "http://user:hun/ter2@proxy", "NVIDIA_API_KEY": "plain3"}
+    code = "import os, sys; print('token=' + os.environ['HF_TOKEN']); sys.exit(1)"
+    words = [
+        "--token",
+        "plain1",
+        "token=plain2",
+        '{"secret": "plain4"}',
+        "Authorization: Bearer plain5",
+        "data.tokenizer=/t",
+        "max_tokens=9",
+    ]
+    run.start_argv([sys.executable, "-c", code, *words], env=secrets)
     run.becomes("exited")
     shown = "".join(p.read_text() for p in Path(run.seen["attempt"]).glob("*.json")) + str(run.seen)
-    assert "abcdefghijklmnop" not in shown
-    assert "hunter2" not in shown
-    assert "http://***@proxy" in shown
+    for secret in ("abcdefghijklmnop", "ter2", "plain1", "plain2", "plain3", "plain4", "plain5"):
+        assert secret not in shown
+    for kept in ("http://***@proxy", "data.tokenizer=/t", "max_tokens=9"):
+        assert kept in shown
+
+
+def test_a_caller_that_is_gone_changes_nothing(run: Run) -> None:
+    attempt = run.folder / "attempts" / "0001"
+    attempt.mkdir(parents=True)
+    lock = os.open(attempt.parent / "lock", os.O_RDWR | os.O_CREAT)
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, shim.__file__, "supervise", str(attempt), str(lock)]
+    told = {"argv": ["sleep", "1"], "cwd": "/", "beat_s": BEAT_S, "stale_locks": []}
+    subprocess.run(words, input=json.dumps(told).encode(), stdout=writer, pass_fds=[lock], check=True, timeout=30)
+    os.close(writer)
+    os.close(lock)
+    assert run.verdict().cause == "finished"
+
+
+def test_a_caller_that_ignores_signals_passes_none_of_it_on(run: Run) -> None:
+    def deaf() -> None:
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    spec = {"run": str(run.folder), "argv": ["sleep", "600"], "beat_s": BEAT_S, "grace_s": 60}
+    words = [sys.executable, shim.__file__, "start"]
+    subprocess.run(words, input=json.dumps(spec).encode(), capture_output=True, preexec_fn=deaf, check=True)
+    stop(HERE, str(run.folder), wait_s=10, say=lambda _line: None)
+    assert run.seen["exit"]["signal"] == signal.SIGTERM, "the trainer did not inherit deafness, and its end was noticed"
+
+
+def test_signals_reach_also_where_the_kernel_has_no_pidfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_pid: int) -> int:
+        raise OSError(errno.ENOSYS, "not here")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    process = subprocess.Popen(["sleep", "60"])
+    shim.send({**shim.stat_of(process.pid), "start": 1}, signal.SIGKILL)
+    assert process.poll() is None, "another process with this number is left alone"
+    shim.send(shim.stat_of(process.pid), signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def test_a_run_whose_folder_is_removed_ends(run: Run) -> None:
+    run.start(WAIT)
+    run.prints("up")
+    child = run.seen["record"]["child"]
+    shutil.rmtree(run.folder)
+    until(lambda: not shim.is_same(child), "the end of the trainer")
+
+
+def test_a_step_reported_before_death_is_not_success(run: Run) -> None:
+    code = (
+        "from draftsmith.runs.reporter import RunReporter; RunReporter.from_environment().step(1, 9); raise ValueError('early')"
+    )
+    with pytest.raises(RunError, match=r"did not reach 'step': exited: exception \(exit code 1\): ValueError: early"):
+        launch(HERE, str(run.folder), [sys.executable, "-c", code], until="step", wait_s=20, say=lambda _line: None)
+
+
+def test_a_disk_that_fills_up_later_neither_hides_the_run_nor_keeps_it_from_stopping(small_disk: Path) -> None:
+    run = Run(small_disk / "run")
+    run.start(WAIT, needs={"disk_mb": 0})
+    run.prints("up")
+    until(lambda: run.seen["heartbeat"], "a heartbeat")
+    with suppress(OSError), (small_disk / "fill").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    last = run.seen["heartbeat"]["boot"]
+    until(lambda: run.seen["heartbeat"].get("boot", 0) > last + 7, "heartbeats on a full disk")
+    verdict = run.verdict()
+    assert (verdict.name, verdict.alive) == ("running", True)
+    assert any("the disk is full" in line for line in verdict.evidence)
+    assert stop(HERE, str(run.folder), wait_s=10, say=lambda _line: None).name == "exited"
+
+
+def test_what_the_trainer_says_cannot_kill_its_supervisor(run: Run) -> None:
+    run.start(
+        """
+        import os, time
+        open(os.environ["DRAFTSMITH_ATTEMPT"] + "/phase.json", "w").write('{"deadline": null, "name": 7, "pid": "x"}')
+        print("up")
+        time.sleep(600)
+        """
+    )
+    run.prints("up")
+    last = until(lambda: run.seen["heartbeat"], "a heartbeat")["boot"]
+    until(lambda: run.seen["heartbeat"]["boot"] > last + 1, "later heartbeats")
+    assert run.verdict().alive
+
+
+def test_the_stacks_of_a_trainer_in_a_wrapper(run: Run, tmp_path: Path) -> None:
+    code = "from draftsmith.runs.reporter import RunReporter; RunReporter.from_environment().phase('model', deadline_s=1); input_never = __import__('threading').Event(); input_never.wait()"
+    (tmp_path / "t.py").write_text(code)
+    run.start_argv(["sh", "-c", f"{sys.executable} {tmp_path}/t.py; true"])
+    run.becomes("hung", "nothing moves in phase model")
+    until(lambda: "threading.py" in run.seen["stacks"], "stacks")
+    assert run.verdict().alive, "the wrapper did not get the signal"
+
+
+def test_damaged_and_missing_records(run: Run) -> None:
+    run.start("pass")
+    run.becomes("exited")
+    attempt = Path(run.seen["attempt"])
+    (attempt / "exit.json").write_text('{"code": 0}')
+    assert run.verdict().name == "record damaged"
+    assert "exit.json" not in run.verdict().advice
+    (attempt / "exit.json").write_text("{")
+    assert run.becomes("supervisor killed").alive is False
+    (attempt / "record.json").unlink()
+    assert judge(altered(run.seen, "age", 1.0)).cause == "the supervisor is just starting"
+    assert judge(altered(run.seen, "age", 60.0)).cause == "the supervisor died before it could write a record"
 
 
 def test_the_shim_needs_the_standard_library_alone_and_old_python_can_read_it() -> None:

@@ -1,6 +1,7 @@
 """Start a run, wait until it has come as far as asked, look at it, read its log, end it, start it again."""
 
 import base64
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -13,7 +14,7 @@ Level = Literal["start", "imports", "model", "step"]
 # Phases in the order a trainer goes through them; being in a later one proves the earlier.
 ORDER = ("interpreter", "imports", "preparing", "model", "compiling", "training", "saving", "evaluating")
 REACHED: Mapping[Level, str] = {"imports": "imports", "model": "model", "step": "training"}
-POLL_S = 0.2
+POLL_S, RETRY_S = 0.2, 5.0
 
 
 def look(host: Host, run: str) -> Verdict:
@@ -62,10 +63,10 @@ def launch(
     while True:
         verdict, seen = look_closely(host, run)
         phase = seen.get("phase", {})
-        if phase.get("name", "") != told:
+        if phase.get("name", told) != told:
             told = phase["name"]
             say(f"phase {told}")
-        if has_reached(phase, until) or verdict.code == 0:
+        if (verdict.alive and has_reached(phase, until)) or verdict.code == 0:
             return verdict
         if verdict.name != "unreachable" and not verdict.alive:
             raise RunError(
@@ -82,7 +83,14 @@ def log_chunks(host: Host, run: str, *, follow: bool, poll_s: float = 0.5) -> It
     """The log from its start, in pieces; with `follow`, on until the attempt has ended."""
     offset, end = 0, None
     while True:
-        seen = ask(host, ["probe", run, str(offset)])
+        try:
+            seen = ask(host, ["probe", run, str(offset)])
+        except Unreachable as error:
+            if not follow:
+                raise RunError(f"{host.name} cannot be reached: {error}") from error
+            # The run may be fine, and then so is its log: go on where it was.
+            time.sleep(RETRY_S)
+            continue
         if not seen.get("attempt"):
             raise RunError(f"{run} has no attempt on {host.name}; launch it first")
         # A log that grows faster than it is read would never end.
@@ -99,23 +107,33 @@ def log_chunks(host: Host, run: str, *, follow: bool, poll_s: float = 0.5) -> It
 
 
 def stop(host: Host, run: str, *, wait_s: float, say: Callable[[str], None]) -> Verdict:
-    """Ask the supervisor to end the run and wait until it has; returns the last verdict. Raises RunError if it goes on."""
+    """End the run and wait until nothing of it lives; returns the last verdict. Raises RunError if it goes on.
+
+    The supervisor does it; where it was killed, the processes that carry the attempt in their environment are signalled.
+    """
     verdict, seen = look_closely(host, run)
-    if not seen:
-        raise RunError(f"{host.name} cannot be reached: {verdict.evidence[0]}")
+    if verdict.name in ("unreachable", "container restarted"):
+        raise RunError(f"{run} cannot be stopped from here: {verdict.line()}; {verdict.evidence[0]}. {verdict.advice}")
     if not verdict.alive:
         return verdict
-    if not seen["shim"]["same"]:
-        raise RunError(f"{run} has no supervisor that could end it ({verdict.line()}). {verdict.advice}")
-    ask(host, ["stop", run])
-    grace = float(seen["record"]["grace_s"])
-    say(f"asked the supervisor to stop; the trainer has {grace:.0f} s to finish its step and save")
-    deadline = time.monotonic() + wait_s + grace
+    grace = float(seen["record"].get("grace_s", 120))
+    kill = None if seen["shim"]["same"] else str(int(signal.SIGKILL))
+    say(f"asked it to stop; the trainer has {grace:.0f} s to finish its step and save")
+    begin, asked = time.monotonic(), False
     while verdict.alive:
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - begin
+        if waited > wait_s + grace:
             raise RunError(f"{run} still lives {wait_s + grace:.0f} s after the stop: {verdict.line()}")
+        try:
+            if not asked:
+                ask(host, ["stop", run])
+                asked = True
+            elif kill is not None and waited > grace:
+                ask(host, ["stop", run, kill])
+        except Unreachable as error:
+            raise RunError(f"{host.name} stopped answering ({error}); ask again when it does") from error
         time.sleep(POLL_S)
         verdict = look(host, run)
         if verdict.name == "unreachable":
-            raise RunError(f"{host.name} stopped answering: {verdict.evidence[0]}; the stop was asked for")
+            raise RunError(f"{host.name} stopped answering ({verdict.evidence[0]}); the stop was asked for")
     return verdict

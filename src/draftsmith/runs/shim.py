@@ -2,7 +2,7 @@
 
     python3 shim.py start < spec.json    begin an attempt, detached from whoever calls
     python3 shim.py probe RUN [OFFSET]   everything that a verdict needs, read and measured now; and the log from a byte on
-    python3 shim.py stop RUN             ask the supervisor to end the attempt
+    python3 shim.py stop RUN [SIGNAL]    ask the supervisor to end the attempt; without one, signal what it left
 
 Each answers at once with one line, `draftsmith-shim: {json}`: what a shell or a wrapper prints around it cannot be taken for it.
 spec: {"run": folder, "argv": [...], "cwd": folder, "env": {name: value}, "grace_s": 120, "beat_s": 2,
@@ -34,10 +34,11 @@ SENTINEL = "draftsmith-shim: "
 TAIL_BYTES, CHUNK_BYTES, RESERVE_BYTES, ORPHAN_GRACE_S = 8192, 262144, 65536, 5.0
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SHOWN_ENV = re.compile("PATH|HOME|USER|LANG|LC_|VIRTUAL_ENV|PYTHON|CUDA_|NVIDIA_|OMP_|MKL_|TORCH|NCCL_|DRAFTSMITH_|HF_HOME|TMP")
+SECRET_NAME = r"[\w-]*(?:token(?!s|izer)|secret|passw(?:or)?d|api[_-]?key|authorization)[\w-]*"
 SECRETS = [
-    (re.compile(r"(\w+://)[^/\s@]*@"), r"\1***@"),
-    (re.compile(r"\b(hf_|sk-|ghp_|glpat-)[A-Za-z0-9_-]{6,}"), r"\1***"),
-    (re.compile(r"(?i)(\w*(?:token|secret|passw(?:or)?d|api[_-]?key)\w*)(\s*[=:]\s*)[^\s'\"&]+"), r"\1\2***"),
+    (re.compile(r"(\w+://)[^\s@]+@"), r"\1***@"),
+    (re.compile(r"\b(hf_|sk-|ghp_|glpat-|nvapi-|Bearer )[\w.-]{3,}"), r"\1***"),
+    (re.compile(rf"(?i)({SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)(?!Bearer)[^\s\"'&,]+"), r"\1***"),
 ]
 Json = dict  # of records, str to anything
 
@@ -47,6 +48,12 @@ def redact(text: str) -> str:
     for pattern, shown in SECRETS:
         text = pattern.sub(shown, text)
     return text
+
+
+def redact_words(words: list[str]) -> list[str]:
+    """The same for a command, where a secret may be the word after its name."""
+    names = re.compile(rf"(?i)--?{SECRET_NAME}$")
+    return ["***" if i and names.match(words[i - 1]) else redact(word) for i, word in enumerate(words)]
 
 
 def read_text(path: str) -> str:
@@ -97,6 +104,27 @@ def place() -> Json:
     """Where this process runs: two reads that differ mean another machine, another boot or another container."""
     boot_id, init = read_text("/proc/sys/kernel/random/boot_id").strip(), stat_of(1).get("start")
     return {"host": os.uname().nodename, "boot_id": boot_id, "pid_ns": os.readlink("/proc/self/ns/pid"), "init_start": init}
+
+
+def members(where: str) -> list[Json]:
+    """Living processes that carry the attempt, or one of the run's attempts, in the environment they were started with."""
+    mark = f"DRAFTSMITH_ATTEMPT={where}"
+    found = [
+        stat_of(int(name)) for name in os.listdir("/proc") if name.isdigit() and mark in read_text(f"/proc/{name}/environ")
+    ]
+    return [process for process in found if is_same(process)]
+
+
+def send(process: Json, number: int) -> None:
+    """Signal this very process. A descriptor (Python 3.9, Linux 5.3) stands for it for good, so no later owner of the number is hit."""
+    handle = None
+    with suppress(OSError, AttributeError):
+        handle = os.pidfd_open(process["pid"])
+    with suppress(OSError):
+        if is_same(process):
+            signal.pidfd_send_signal(handle, number) if handle is not None else os.kill(process["pid"], number)
+    if handle is not None:
+        os.close(handle)
 
 
 def descendants(root: int) -> dict[int, Json]:
@@ -159,9 +187,7 @@ def preflight(run: str, needs: Json) -> tuple[list[str], list[str]]:
             socket.create_server(("", needs["port"])).close()
         except OSError as error:
             faults.append(f"port {needs['port']} cannot be used ({error.strerror}); choose another")
-    records = [read_json(os.path.join(attempt, "record.json")) for attempt in attempts_of(run)]
-    known = [record.get(name) for record in records if record.get("place") == place() for name in ("shim", "child")]
-    alive = [str(process["pid"]) for process in known if process and is_same(process)]
+    alive = [str(process["pid"]) for process in members(os.path.join(run, "attempts", ""))]
     if alive:
         faults.append(f"processes of an earlier attempt still live: {', '.join(alive)}; stop the run first")
     for path in needs.get("locks", []):
@@ -181,10 +207,13 @@ class Supervisor:
         self.status: int | None = None
         self.stop: Json | None = None
         self.killed = self.stacks_asked = False
-        self.ticks, self.grew, self.kills = 0, (0, self.begin), memory_kills()
+        self.ticks, self.grew, self.kills, self.recorded = 0, (0, self.begin), [memory_kills()] * 2, False
+        self.record: Json = {}
 
     def start(self) -> None:
         """Start the trainer and write the record; raises OSError if it cannot be started."""
+        for number in WATCHED:
+            signal.signal(number, signal.SIG_DFL)  # whatever our caller ignored, the trainer would too
         signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
         # Orphans of the trainer come to us (PR_SET_CHILD_SUBREAPER), so that none is lost from sight.
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -192,11 +221,11 @@ class Supervisor:
             reserve.write(bytes(RESERVE_BYTES))
         own = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "DRAFTSMITH_ATTEMPT": self.attempt}
         env, cwd, argv = {**os.environ, **self.spec.get("env", {}), **own}, self.spec["cwd"], self.spec["argv"]
-        shown = {name: redact(value) for name, value in sorted(env.items()) if SHOWN_ENV.match(name)}
-        record = {"argv": [redact(word) for word in argv], "cwd": cwd, "env": shown, "note": self.spec.get("note")}
-        record.update(place=place(), user=os.getuid(), wall=time.time(), boot=self.begin, log=log_state("log"))
-        record.update(grace_s=self.grace, beat_s=self.beat, shim=stat_of(os.getpid()), child=None, stale_locks=self.stale)
-        write_json("record.json", record)
+        shown = {k: redact(f"{k}={v}")[len(k) + 1 :] for k, v in sorted(env.items()) if SHOWN_ENV.match(k)}
+        self.record = {"argv": redact_words(argv), "cwd": cwd, "env": shown}
+        self.record.update(place=place(), user=os.getuid(), wall=time.time(), boot=self.begin, log=log_state("log"))
+        self.record.update(grace_s=self.grace, beat_s=self.beat, shim=stat_of(os.getpid()), stale_locks=self.stale)
+        write_json("record.json", self.record)
         streams: Json = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log}
         streams["preexec_fn"] = lambda: signal.pthread_sigmask(signal.SIG_SETMASK, [])  # or it would inherit ours
         try:
@@ -204,7 +233,8 @@ class Supervisor:
         except OSError as error:
             self.finish({"not_started": f"{error.strerror}: {error.filename or argv[0]}"})
             raise
-        write_json("record.json", {**record, "child": stat_of(self.child.pid)})
+        self.record["child"] = stat_of(self.child.pid)
+        self.heartbeat()
 
     def watch(self) -> None:
         """Until the trainer has ended: collect the dead, beat, obey a request to stop; then write how it ended."""
@@ -238,14 +268,8 @@ class Supervisor:
 
     def signal_tree(self, number: int) -> None:
         """Signal everything below us: by descent at this very moment, all of it is ours."""
-        for pid, process in descendants(os.getpid()).items():
-            # The descriptor (Python 3.9) stands for one process for good: nobody who got the number since can be hit.
-            with suppress(OSError):
-                handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-                if is_same(process):
-                    signal.pidfd_send_signal(handle, number) if handle else os.kill(pid, number)
-                if handle:
-                    os.close(handle)
+        for process in descendants(os.getpid()).values():
+            send(process, number)
 
     def end_tree(self) -> None:
         """End what the trainer left behind: a wrapper may die of the signal that its own child needs longer for."""
@@ -271,27 +295,45 @@ class Supervisor:
         idle = ticks - self.ticks <= 0.05 * self.beat * os.sysconf("SC_CLK_TCK")
         self.grew = self.grew if log["written"] == self.grew[0] else (log["written"], clock())
         phase = read_json("phase.json")
-        late = clock() > phase.get("deadline", float("inf"))
-        if late and idle and not self.stacks_asked and phase.get("stacks_signal"):
+        late = isinstance(phase.get("deadline"), float) and clock() > phase["deadline"]
+        if (
+            late
+            and idle
+            and not self.stacks_asked
+            and phase.get("stacks_signal") == signal.SIGUSR1
+            and phase.get("pid") in tree
+        ):
             self.stacks_asked = True
-            os.kill(self.child.pid, phase["stacks_signal"])
+            send(tree[phase["pid"]], signal.SIGUSR1)
+        if not (os.path.exists(self.attempt) and os.path.samestat(os.stat(self.attempt), os.stat("."))):
+            self.begin_stop({"by": "the supervisor, because the run's folder is gone"})
         beat = {"boot": clock(), "wall": time.time(), "log": log, "log_grew": self.grew[1], "late": late, "idle": idle}
         beat.update(processes=len(tree), rss=sum(p["rss"] for p in tree.values()), ticks=ticks, busy_ticks=ticks - self.ticks)
-        self.ticks = ticks
-        # A full disk must not end the supervisor; the next beat tries again.
-        with suppress(OSError):
+        beat["disk_free"] = shutil.disk_usage(".").free
+        self.ticks, self.kills = ticks, [self.kills[1], memory_kills()]
+        try:
             write_json("heartbeat.json", beat)
+            if not self.recorded:
+                write_json("record.json", self.record)
+            self.recorded = True
+        except OSError:  # a full disk: in place there is room
+            with suppress(OSError), open("heartbeat.json", "r+") as file:
+                file.write(json.dumps(beat))
+                file.truncate()
 
     def finish(self, how: Json) -> None:
         """The last word."""
-        kills = {name: count - self.kills.get(name, 0) for name, count in memory_kills().items()}
+        kills = {name: count - self.kills[0].get(name, 0) for name, count in memory_kills().items()}
         how.update(phase=read_json("phase.json"), log=log_state("log", self.log), tail=tail_of(self.log), memory_kills=kills)
         how.update(wall=time.time(), boot=clock(), seconds=clock() - self.begin, stop=self.stop, killed=self.killed)
         how["disk_free"] = shutil.disk_usage(".").free
         # Room that was set aside at the start, so that this can be written on a full disk.
         with suppress(OSError):
             os.unlink("reserve")
-        write_json("exit.json", how)
+        for _ in range(60):
+            with suppress(OSError):
+                return write_json("exit.json", how)
+            time.sleep(1)
 
 
 def start(spec: Json) -> Json:
@@ -330,7 +372,8 @@ def supervise(attempt: str, lock: int) -> int:
         supervisor.start()
     except OSError as error:
         answer.update(ok=False, error=f"{error.strerror}: {error.filename}")
-    print(json.dumps(answer), flush=True)
+    with suppress(OSError):  # whoever asked may be gone
+        print(json.dumps(answer), flush=True)
     for standard in (0, 1):
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     if answer["ok"]:
@@ -347,11 +390,14 @@ def probe(run: str, offset: int | None = None) -> Json:
         return found
     found["attempt"] = attempts[-1]
     path = {name: os.path.join(attempts[-1], name) for name in ("log", "stacks", "shim.log")}
-    for name in ("record", "heartbeat", "phase", "stop", "exit"):
+    for name in ("record", "heartbeat", "phase", "stop"):
         found[name] = read_json(os.path.join(attempts[-1], name + ".json"))
-    for name in ("shim", "child"):
-        process = found["record"].get(name) or {}
-        found[name] = {"now": stat_of(process.get("pid", 0)), "same": is_same(process)}
+    process = found["record"].get("shim") or {}
+    found["shim"] = {"now": stat_of(process.get("pid", 0)), "same": is_same(process)}
+    found["left"] = [] if found["shim"]["same"] else members(attempts[-1])
+    # After the processes, since it is written before the supervisor goes.
+    found["exit"] = read_json(os.path.join(attempts[-1], "exit.json"))
+    found["age"] = time.time() - os.stat(attempts[-1]).st_ctime
     found.update(stacks=redact(read_text(path["stacks"])), shim_log=redact(read_text(path["shim.log"]))[-TAIL_BYTES:])
     found.update(log=log_state(path["log"]), tail="")
     with suppress(OSError), open(path["log"], "rb") as file:
@@ -361,13 +407,18 @@ def probe(run: str, offset: int | None = None) -> Json:
     return found
 
 
-def stop(run: str) -> Json:
-    """Leave the request where the supervisor looks at every beat."""
+def stop(run: str, number: int = signal.SIGTERM) -> Json:
+    """Leave the request where the supervisor looks at every beat; where there is none, signal what it left."""
     found = probe(run)
-    found["stopping"] = bool(found["attempt"]) and not found["exit"]
-    if found["stopping"]:
-        asked = {"by_pid": os.getppid(), "by_uid": os.getuid(), "by": "draftsmith stop"}
-        write_json(os.path.join(found["attempt"], "stop.json"), asked)
+    if not found["attempt"] or found["exit"]:
+        return found
+    for process in found["left"]:
+        send(process, number)
+    request = os.path.join(found["attempt"], "stop.json")
+    try:
+        write_json(request, {"by_pid": os.getppid(), "by_uid": os.getuid(), "by": "draftsmith stop"})
+    except OSError:  # a full disk: that there is one says enough
+        open(request, "w").close()
     return found
 
 
@@ -385,8 +436,8 @@ def main(words: list[str]) -> int:
             reply(start(json.load(sys.stdin)))
         elif words[:1] == ["probe"] and len(words) in (2, 3):
             reply(probe(words[1], *map(int, words[2:])))
-        elif words[:1] == ["stop"] and len(words) == 2:
-            reply(stop(words[1]))
+        elif words[:1] == ["stop"] and len(words) in (2, 3):
+            reply(stop(words[1], *map(int, words[2:])))
         else:
             sys.stderr.write(str(__doc__))
             return 2

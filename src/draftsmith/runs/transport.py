@@ -89,7 +89,10 @@ def ask(host: Host, words: Sequence[str], spec: Mapping[str, Any] | None = None,
         told = json.dumps({"source": Path(shim.__file__).read_text(encoding="utf-8"), "words": list(words), "spec": told})
         argv = host.argv([host.python, "-c", BOOT])
     try:
-        done = subprocess.run(argv, input=told.encode(), capture_output=True, timeout=timeout, check=False)
+        # In a session of its own, so that Ctrl-C ends whoever waits and not a supervisor that is just starting.
+        done = subprocess.run(
+            argv, input=told.encode(), capture_output=True, timeout=timeout, check=False, start_new_session=host.is_here
+        )
     except FileNotFoundError as error:
         raise Unreachable(f"'{argv[0]}' is not a command on this machine") from error
     except subprocess.TimeoutExpired:

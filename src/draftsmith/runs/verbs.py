@@ -25,6 +25,9 @@ GraceOption = Annotated[float, typer.Option(help="Seconds the trainer has after 
 WaitOption = Annotated[float, typer.Option(help="Seconds to wait at most.")]
 
 
+MODULE = ("-m", "draftsmith")
+
+
 def _say(line: str) -> None:
     print(line, flush=True)
 
@@ -32,7 +35,9 @@ def _say(line: str) -> None:
 def _where(run: str) -> tuple[Host, str]:
     name, colon, folder = run.partition(":")
     if colon and "/" not in name:
-        return find_host(name), folder
+        host = find_host(name)
+        # Relative to where its commands start, so that `run.dir=runs/first` and `HOST:runs/first` are the same folder.
+        return host, os.path.join(host.folder, folder) if host.folder else folder
     return Host(), os.path.abspath(run)
 
 
@@ -60,19 +65,9 @@ def launch(
     host, folder = _where(run)
     if not context.args:
         raise UsageError("nothing to launch; put a draftsmith command after --, for example: -- train --config run.yaml")
-    _start(host, folder, context.args, until=until, wait=wait, grace=grace)
-
-
-def _start(host: Host, folder: str, words: list[str], *, until: launching.Level, wait: float, grace: float) -> None:
-    python = sys.executable if host.is_here else host.python
-    spec: dict[str, Any] = {"grace_s": grace, "note": {"words": words}}
-    if host.is_here:
-        spec["cwd"] = os.getcwd()
-    elif host.folder:
-        spec["cwd"] = host.folder
-    argv = [python, "-m", "draftsmith", *words]
-    verdict = launching.launch(host, folder, argv, until=until, wait_s=wait, say=_say, **spec)
-    _say(verdict.line())
+    cwd = {"cwd": os.getcwd()} if host.is_here else {"cwd": host.folder} if host.folder else {}
+    argv = [sys.executable if host.is_here else host.python, *MODULE, *context.args]
+    _say(launching.launch(host, folder, argv, until=until, wait_s=wait, say=_say, grace_s=grace, **cwd).line())
 
 
 def status(
@@ -129,8 +124,8 @@ def stop(run: RunArgument, wait: Annotated[float, typer.Option(help="Seconds to 
     _say(f"{run}: {verdict.line()}")
 
 
-def resume(run: RunArgument, until: UntilOption = "step", wait: WaitOption = 3600.0, grace: GraceOption = 120.0) -> None:
-    """Start a run again as it was launched, from its newest whole checkpoint.
+def resume(run: RunArgument, until: UntilOption = "step", wait: WaitOption = 3600.0) -> None:
+    """Start a run again as it was launched, from the same folder and with the same grace, from its newest whole checkpoint.
 
     Example: `draftsmith resume runs/first`
     """
@@ -138,12 +133,16 @@ def resume(run: RunArgument, until: UntilOption = "step", wait: WaitOption = 360
     verdict, seen = launching.look_closely(host, folder)
     if verdict.alive or not seen:
         raise RunError(f"{run} cannot be resumed: {verdict.line()}. {verdict.advice}")
-    words = list(((seen.get("record") or {}).get("note") or {}).get("words", []))
-    if not words:
+    record = seen.get("record", {})
+    argv = list(record.get("argv", []))
+    if argv[1:3] != list(MODULE):
         raise RunError(f"{run} was not launched by `draftsmith launch`, so there is nothing to start again")
-    if words[0] == "train" and not any(word.split("=")[0] == "--resume" for word in words):
-        words += ["--resume", "latest"]
-    _start(host, folder, words, until=until, wait=wait, grace=grace)
+    if any("***" in word for word in argv):
+        raise RunError(f"{run} was launched with a secret among its words, which no record keeps; launch it again yourself")
+    if argv[3] == "train" and not any(word.split("=")[0] == "--resume" for word in argv):
+        argv += ["--resume", "latest"]
+    kept = {"cwd": record["cwd"], "grace_s": record["grace_s"]}
+    _say(launching.launch(host, folder, argv, until=until, wait_s=wait, say=_say, **kept).line())
 
 
 def list_runs(folder: Annotated[Path, typer.Argument(help="Where to look.")] = Path("runs")) -> None:

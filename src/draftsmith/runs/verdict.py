@@ -1,7 +1,7 @@
 """From a run's records and probes to one verdict with its evidence and the next thing to do. Pure: no clock, no files.
 
 The first that matches wins: unreachable, never launched, exited (an exit record outlives reboots), host rebooted, container restarted,
-supervisor killed, supervisor stalled, log missing, then by what the trainer itself last said: silent, hung, compiling, running.
+supervisor killed, supervisor stalled, log missing, record damaged, then by what the trainer itself last said: silent, hung, compiling, running.
 """
 
 import re
@@ -19,12 +19,13 @@ Name = Literal[
     "supervisor killed",
     "supervisor stalled",
     "log missing",
+    "record damaged",
     "silent",
     "hung",
     "compiling",
     "running",
 ]
-SILENT_AFTER_S = 60.0
+SILENT_AFTER_S, STARTING_S = 60.0, 10.0
 FULL_BYTES = 2**20
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 RAISED = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Closed))\b:?(.*)$", re.MULTILINE)
@@ -59,17 +60,24 @@ def unreachable(host: str, reason: str) -> Verdict:
 
 def judge(seen: Mapping[str, Any]) -> Verdict:
     """The verdict on what `shim.py probe` answered."""
-    for look in (_never, _exited, _elsewhere, _unsupervised, _log_lost):
-        verdict = look(seen)
-        if verdict is not None:
-            return verdict
-    return _by_phase(seen)
+    try:
+        for look in (_never, _exited, _elsewhere, _unsupervised, _log_lost):
+            verdict = look(seen)
+            if verdict is not None:
+                return verdict
+        return _by_phase(seen)
+    except (KeyError, TypeError, AttributeError) as error:
+        evidence = (f"a record in {seen.get('attempt')} lacks or garbles {error}",)
+        alive = bool(seen.get("left") or seen.get("shim", {}).get("same"))
+        return Verdict("record damaged", "what it says cannot be trusted", evidence, "look at the attempt's files", alive=alive)
 
 
 def _never(seen: Mapping[str, Any]) -> Verdict | None:
     if not seen.get("attempt"):
         where = "exists and holds no attempt" if seen["exists"] else "does not exist"
         return Verdict("never launched", "nothing was ever started here", (f"{seen['run']} {where}",), "launch it")
+    if not seen["record"] and seen["age"] < STARTING_S:
+        return Verdict("silent", "the supervisor is just starting", (f"{seen['attempt']} was just made",), "wait", alive=True)
     if not seen["record"]:
         evidence = (f"{seen['attempt']} has no record", *_lines(seen["shim_log"], 3))
         return Verdict("never launched", "the supervisor died before it could write a record", evidence, "launch it again")
@@ -121,9 +129,9 @@ def _exited(seen: Mapping[str, Any]) -> Verdict | None:
     code, number = end["code"], end["signal"]
     if number is not None:
         return _killed(end, number, verdict)
-    if code == 0:
+    if code == 0 and not stop:
         return verdict("finished", "nothing to do")
-    if stop and code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+    if stop and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
         return verdict(f"stopped on request (exit code {code})", "resume it when you like")
     if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
         sent = phase.get("signalled")
@@ -155,9 +163,9 @@ def _killed(end: Mapping[str, Any], number: int, verdict: Any) -> Verdict:
             *tail,
         )
     if number == signal.SIGKILL and any(kills.values()):
-        where = "its memory limit (cgroup)" if kills.get("cgroup") else "the machine's memory"
+        sure, where = ("", "its memory limit (cgroup)") if kills.get("cgroup") else ("probably ", "the limit of some memory")
         return verdict(
-            f"out of memory: the kernel killed it at {where}",
+            f"{sure}out of memory: the kernel killed it at {where}",
             "lower train.anchors, data.buckets or train.channel_capacity, or raise the limit",
             f"oom_kill counts rose by {kills}",
             *tail,
@@ -193,7 +201,9 @@ def _elsewhere(seen: Mapping[str, Any]) -> Verdict | None:
     then, now = seen["record"]["place"], seen["now"]
     last = seen["heartbeat"].get("wall")
     beat = f"last heartbeat {now['wall'] - last:.0f} s ago by the wall clock" if last else "no heartbeat was written"
-    changed = [name for name in ("host", "boot_id", "pid_ns", "init_start") if then[name] != now[name]]
+    changed = [name for name in ("boot_id", "pid_ns", "init_start") if then[name] != now[name]]
+    if changed and then["host"] != now["host"]:
+        changed.append("host")
     evidence = (*(f"{name} was {then[name]}, is {now[name]}" for name in changed), beat)
     if "boot_id" in changed and "host" not in changed:
         return Verdict("host rebooted", "the machine started anew under the run", evidence, "resume it")
@@ -204,7 +214,7 @@ def _elsewhere(seen: Mapping[str, Any]) -> Verdict | None:
 
 
 def _unsupervised(seen: Mapping[str, Any]) -> Verdict | None:
-    record, shim, child = seen["record"], seen["shim"], seen["child"]
+    record, shim = seen["record"], seen["shim"]
     beat, limit = seen["heartbeat"], 5 * record["beat_s"] + 5
     age = seen["now"]["boot"] - beat.get("boot", record["boot"])
     if shim["same"]:
@@ -221,12 +231,10 @@ def _unsupervised(seen: Mapping[str, Any]) -> Verdict | None:
     kills = {n: c for n, c in seen["now"].get("memory_kills", {}).items() if c}
     if kills:
         evidence = (*evidence, f"processes killed for memory since boot: {kills}")
-    if child["same"]:
-        pid = record["child"]["pid"]
-        cause = f"the trainer (pid {pid}) goes on without it"
-        return Verdict(
-            "supervisor killed", cause, evidence, f"let it end, or end pid {pid} with SIGTERM; then resume", alive=True
-        )
+    if seen["left"]:
+        pids = ", ".join(str(process["pid"]) for process in seen["left"])
+        cause = f"the trainer goes on without it (pid {pids})"
+        return Verdict("supervisor killed", cause, evidence, "let it end, or stop it; then resume", alive=True)
     return Verdict("supervisor killed", "and the trainer with it", evidence, "resume it; find out who kills it")
 
 
@@ -262,11 +270,13 @@ def _by_phase(seen: Mapping[str, Any]) -> Verdict:
     quiet = now - beat.get("log_grew", begun)
     busy = "idle" if beat.get("idle") else f"computing ({beat.get('busy_ticks', 0)} CPU ticks in the last beat)"
     since = now - phase["boot"] if phase else now - begun
-    evidence = (
+    evidence: tuple[str, ...] = (
         f"phase: {_phase(phase)}, for {since:.0f} s",
         f"{beat.get('processes', '?')} processes, {beat.get('rss', 0) / 2**20:.0f} MiB, {busy}",
         f"log last grew {quiet:.0f} s ago",
     )
+    if beat.get("disk_free", FULL_BYTES) < FULL_BYTES:
+        evidence = (*evidence, f"the disk is full: {beat['disk_free']} bytes free")
     late = phase and now > phase.get("deadline", float("inf"))
     if late and beat.get("idle"):
         stacks = tuple(_lines(seen["stacks"], 12)) or ("no stacks could be had",)
