@@ -67,7 +67,9 @@ def launch(
         raise UsageError("nothing to launch; put a draftsmith command after --, for example: -- train --config run.yaml")
     cwd = {"cwd": os.getcwd()} if host.is_here else {"cwd": host.folder} if host.folder else {}
     argv = [sys.executable if host.is_here else host.python, *MODULE, *context.args]
-    _say(launching.launch(host, folder, argv, until=until, wait_s=wait, say=_say, grace_s=grace, **cwd).line())
+    verdict = launching.launch(host, folder, argv, until=until, wait_s=wait, say=_say, grace_s=grace, **cwd)
+    if until != "start":
+        _say(verdict.line())
 
 
 def status(
