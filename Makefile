@@ -27,7 +27,7 @@ check: $(READY) $(PEERS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not process and not compiled" -x --ignore=tests/demo
+	$(BIN)/python -m pytest -m "not slow and not process and not compiled and not long" -x
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -35,6 +35,7 @@ KEYS = {
 }
 
 
+@pytest.mark.long
 def test_the_demo_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # An untrained toy target seldom ends its answers; let every answer count.
     from draftsmith.demo import job

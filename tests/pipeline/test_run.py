@@ -188,6 +188,7 @@ def test_the_first_failure_anywhere_stops_everything_with_its_cause(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+@pytest.mark.long
 def test_a_stuck_worker_cannot_hold_the_run(small_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     original = Capture.__call__
