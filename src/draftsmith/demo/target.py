@@ -1,4 +1,4 @@
-"""The demo's target: a Qwen3-architecture model of about 1.4 M parameters with its own byte-level BPE tokenizer.
+"""The demo's target: a Qwen3-architecture model of about 1.3 M parameters with its own byte-level BPE tokenizer.
 
 Trained in minutes on the tasks of `tasks.py`, then cached as an ordinary Hugging Face folder.
 """

@@ -7,14 +7,14 @@ import faulthandler
 import json
 import os
 import signal
-import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-VARIABLE = "DRAFTSMITH_ATTEMPT"
+from draftsmith.runs.shim import ATTEMPT, clock
+
 # Seconds a phase may take before a reader calls it late; steps have 10 times their own median.
 DEADLINES = {
     "interpreter": 60.0,
@@ -27,11 +27,6 @@ DEADLINES = {
 }
 SLOWEST_STEP_S, STEP_FACTOR = 30.0, 10.0
 WRITE_EVERY_S = 0.5
-
-
-def boot_clock() -> float:
-    """Seconds since boot, suspended time included; nobody sets it."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class RunReporter:
@@ -50,7 +45,7 @@ class RunReporter:
     @classmethod
     def from_environment(cls) -> "RunReporter":
         """The reporter of the attempt that this process was started for."""
-        value = os.environ.get(VARIABLE)
+        value = os.environ.get(ATTEMPT)
         reporter = cls(Path(value) if value else None)
         reporter._catch_stacks()
         return reporter
@@ -64,7 +59,7 @@ class RunReporter:
 
     def phase(self, name: str, *, deadline_s: float | None = None, **about: Any) -> None:
         """Enter a phase. deadline_s: seconds it may take; None takes the usual one."""
-        now = boot_clock()
+        now = clock()
         limit = DEADLINES[name] if deadline_s is None else deadline_s
         self._phase = {"name": name, "boot": now, "deadline": now + limit, **about}
         self._last_step = 0.0
@@ -72,7 +67,7 @@ class RunReporter:
 
     def step(self, step: int, steps: int) -> None:
         """A step was done; the next one may take ten times the median of the last fifty."""
-        now = boot_clock()
+        now = clock()
         if self._last_step:
             self._lengths.append(now - self._last_step)
         self._last_step = now
@@ -91,4 +86,4 @@ class RunReporter:
         with suppress(OSError):
             aside.write_text(json.dumps({**self._phase, "pid": os.getpid()}), encoding="utf-8")
             os.replace(aside, self._attempt / "phase.json")
-        self._written = boot_clock()
+        self._written = clock()

@@ -30,7 +30,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-SENTINEL = "draftsmith-shim: "
+SENTINEL, ATTEMPT = "draftsmith-shim: ", "DRAFTSMITH_ATTEMPT"
 TAIL_BYTES, CHUNK_BYTES, RESERVE_BYTES, ORPHAN_GRACE_S = 8192, 262144, 65536, 5.0
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 SHOWN_ENV = re.compile("PATH|HOME|USER|LANG|LC_|VIRTUAL_ENV|PYTHON|CUDA_|NVIDIA_|OMP_|MKL_|TORCH|NCCL_|DRAFTSMITH_|HF_HOME|TMP")
@@ -108,7 +108,7 @@ def place() -> Json:
 
 def members(where: str) -> list[Json]:
     """Living processes that carry the attempt, or one of the run's attempts, in the environment they were started with."""
-    mark = f"DRAFTSMITH_ATTEMPT={where}"
+    mark = f"{ATTEMPT}={where}"
     found = [
         stat_of(int(name)) for name in os.listdir("/proc") if name.isdigit() and mark in read_text(f"/proc/{name}/environ")
     ]
@@ -219,7 +219,7 @@ class Supervisor:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
         with open("reserve", "wb") as reserve:
             reserve.write(bytes(RESERVE_BYTES))
-        own = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "DRAFTSMITH_ATTEMPT": self.attempt}
+        own = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", ATTEMPT: self.attempt}
         env, cwd, argv = {**os.environ, **self.spec.get("env", {}), **own}, self.spec["cwd"], self.spec["argv"]
         shown = {k: redact(f"{k}={v}")[len(k) + 1 :] for k, v in sorted(env.items()) if SHOWN_ENV.match(k)}
         self.record = {"argv": redact_words(argv), "cwd": cwd, "env": shown}
@@ -238,7 +238,7 @@ class Supervisor:
 
     def watch(self) -> None:
         """Until the trainer has ended: collect the dead, beat, obey a request to stop; then write how it ended."""
-        due = clock()
+        due = clock() + self.beat
         while self.status is None:
             if clock() >= due:
                 due = clock() + self.beat
@@ -344,7 +344,7 @@ def start(spec: Json) -> Json:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return {"ok": False, "busy": True, "error": f"the run in {run} already has a supervisor; stop it first"}
+        return {"ok": False, "error": f"the run in {run} already has a supervisor; stop it first"}
     faults, stale = preflight(run, spec.get("needs", {}))
     if faults:
         return {"ok": False, "error": "; ".join(faults)}
@@ -390,7 +390,7 @@ def probe(run: str, offset: int | None = None) -> Json:
         return found
     found["attempt"] = attempts[-1]
     path = {name: os.path.join(attempts[-1], name) for name in ("log", "stacks", "shim.log")}
-    for name in ("record", "heartbeat", "phase", "stop"):
+    for name in ("record", "heartbeat", "phase"):
         found[name] = read_json(os.path.join(attempts[-1], name + ".json"))
     process = found["record"].get("shim") or {}
     found["shim"] = {"now": stat_of(process.get("pid", 0)), "same": is_same(process)}

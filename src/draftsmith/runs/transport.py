@@ -29,7 +29,7 @@ SSH = (
     "-o",
     "ServerAliveCountMax=3",
 )
-# Constant but for the digest: takes {"source", "words", "spec"} from standard input, keeps the source as a file, runs it.
+# Takes {"source", "words", "spec"} from standard input, keeps the source as a file, runs it.
 BOOT = """
 import hashlib, json, os, subprocess, sys
 try:
@@ -55,7 +55,8 @@ class Unreachable(Exception):
 @dataclass(frozen=True)
 class Host:
     """Where runs live. ssh: a destination as the user's OpenSSH configuration knows it, None for this machine; wrapper: a command
-    that runs its arguments elsewhere (`docker exec -i box`), or, where a word is `{}`, a shell line in its place; python and folder: what runs there, and from where."""
+    that runs its arguments elsewhere (`docker exec -i box`), or, where a word is `{}`, a shell line in its place; python and
+    folder: what runs there, and from where."""
 
     name: str = "local"
     ssh: str | None = None

@@ -23,8 +23,6 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or 
 UntilOption = Annotated[launching.Level, typer.Option(help="Return once the trainer has come this far.")]
 GraceOption = Annotated[float, typer.Option(help="Seconds the trainer has after a stop, for a step and a save.")]
 WaitOption = Annotated[float, typer.Option(help="Seconds to wait at most.")]
-
-
 MODULE = ("-m", "draftsmith")
 
 
@@ -39,6 +37,10 @@ def _where(run: str) -> tuple[Host, str]:
         # Relative to where its commands start, so that `run.dir=runs/first` and `HOST:runs/first` are the same folder.
         return host, os.path.join(host.folder, folder) if host.folder else folder
     return Host(), os.path.abspath(run)
+
+
+def _exit(verdict: Verdict) -> typer.Exit:
+    return typer.Exit(0 if verdict.alive or verdict.code == 0 else 1)
 
 
 def _show(run: str, verdict: Verdict, seen: dict[str, Any]) -> None:
@@ -91,7 +93,7 @@ def status(
         if not watch or not (verdict.alive or verdict.name == "unreachable"):
             break
         time.sleep(2)
-    raise typer.Exit(0 if verdict.alive or verdict.code == 0 else 1)
+    raise _exit(verdict)
 
 
 def why(run: RunArgument) -> None:
@@ -102,7 +104,7 @@ def why(run: RunArgument) -> None:
     host, folder = _where(run)
     verdict, seen = launching.look_closely(host, folder)
     _show(run, verdict, seen)
-    raise typer.Exit(0 if verdict.alive or verdict.code == 0 else 1)
+    raise _exit(verdict)
 
 
 def logs(run: RunArgument, follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the run ends.")] = False) -> None:

@@ -76,12 +76,12 @@ def _never(seen: Mapping[str, Any]) -> Verdict | None:
     if not seen.get("attempt"):
         where = "exists and holds no attempt" if seen["exists"] else "does not exist"
         return Verdict("never launched", "nothing was ever started here", (f"{seen['run']} {where}",), "launch it")
-    if not seen["record"] and seen["age"] < STARTING_S:
+    if seen["record"]:
+        return None
+    if seen["age"] < STARTING_S:
         return Verdict("silent", "the supervisor is just starting", (f"{seen['attempt']} was just made",), "wait", alive=True)
-    if not seen["record"]:
-        evidence = (f"{seen['attempt']} has no record", *_lines(seen["shim_log"], 3))
-        return Verdict("never launched", "the supervisor died before it could write a record", evidence, "launch it again")
-    return None
+    evidence = (f"{seen['attempt']} has no record", *_lines(seen["shim_log"], 3))
+    return Verdict("never launched", "the supervisor died before it could write a record", evidence, "launch it again")
 
 
 def _lines(text: str, count: int) -> list[str]:
@@ -134,11 +134,8 @@ def _exited(seen: Mapping[str, Any]) -> Verdict | None:
     if stop and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
         return verdict(f"stopped on request (exit code {code})", "resume it when you like")
     if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-        sent = phase.get("signalled")
-        who = f"by {_who(sent)}" if sent else "by an unknown sender"
-        return verdict(
-            f"stopped by {_name(code - 128)} from outside, sent {who}", "resume it; find out who stops it", *_lines(tail, 3)
-        )
+        cause = f"stopped by {_name(code - 128)} from outside, sent by an unknown sender"
+        return verdict(cause, "resume it; find out who stops it", *_lines(tail, 3))
     raised = _raised(tail)
     if raised is not None:
         return _exception(raised, code, verdict, tail)
@@ -176,10 +173,9 @@ def _killed(end: Mapping[str, Any], number: int, verdict: Any) -> Verdict:
         return verdict(
             f"stopped on request, by {_name(number)} before it could save", "resume it from its last checkpoint", *tail
         )
-    none = "" if number != signal.SIGKILL else "no process was killed for memory meanwhile"
-    return verdict(
-        f"killed from outside ({_name(number)})", "resume it; find out who kills it", *([none] if none else []), *tail
-    )
+    if number == signal.SIGKILL:
+        tail.insert(0, "no process was killed for memory meanwhile")
+    return verdict(f"killed from outside ({_name(number)})", "resume it; find out who kills it", *tail)
 
 
 def _exception(raised: tuple[str, str], code: int, verdict: Any, tail: str) -> Verdict:
