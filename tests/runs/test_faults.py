@@ -383,6 +383,23 @@ def test_started_and_silent_is_told_from_quiet(run: Run) -> None:
     assert judge(altered(spoken, "now.boot", spoken["now"]["boot"] + SILENT_AFTER_S + 1)).name != "running"
 
 
+def test_a_start_that_prints_as_it_goes_is_not_called_silent(run: Run) -> None:
+    run.start(
+        """
+        import time
+        from draftsmith.runs.reporter import RunReporter
+        RunReporter.from_environment().phase("preparing")
+        print("up")
+        time.sleep(600)
+        """
+    )
+    verdict = run.becomes("running", "starting up, in phase preparing")
+    assert verdict.alive
+    later = run.seen["now"]["boot"] + SILENT_AFTER_S + 10
+    seen = altered(altered(run.seen, "now.boot", later), "heartbeat.boot", later)
+    assert judge(seen).line() == "silent: starting up, in phase preparing"
+
+
 def test_report_23_a_launch_through_captured_pipes_returns_at_once(run: Run) -> None:
     words = [sys.executable, shim.__file__, "start"]
     spec = f'{{"run": "{run.folder}", "argv": ["sleep", "600"], "beat_s": {BEAT_S}}}'

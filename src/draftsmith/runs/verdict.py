@@ -281,13 +281,16 @@ def _by_phase(seen: Mapping[str, Any]) -> Verdict:
     if late:
         cause = f"past its deadline in phase {_phase(phase)}, computing without a word"
         return Verdict("silent", cause, evidence, "wait, or stop it and look at its stacks", alive=True)
+    silent = quiet > SILENT_AFTER_S or not beat.get("log", {}).get("written")
     if not phase:
-        if quiet > SILENT_AFTER_S or not beat.get("log", {}).get("written"):
+        if silent:
             cause = f"started and silent for {quiet:.0f} s, {busy}"
             return Verdict("silent", cause, evidence, "wait, or look at its stacks", alive=True)
         return Verdict("running", "a command that reports no phases", evidence, "", alive=True)
     if phase.get("name") == "compiling":
         return Verdict("compiling", f"within its deadline, {phase['deadline'] - now:.0f} s left", evidence, "wait", alive=True)
     if phase.get("step") is None:
-        return Verdict("silent", f"starting up, in phase {_phase(phase)}", evidence, "wait", alive=True)
+        # Whoever prints as it goes is not silent, though it has no step to show yet.
+        name: Name = "silent" if silent else "running"
+        return Verdict(name, f"starting up, in phase {_phase(phase)}", evidence, "wait", alive=True)
     return Verdict("running", _phase(phase), evidence, "", alive=True)
