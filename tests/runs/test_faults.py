@@ -62,7 +62,7 @@ class Run:
             raise AssertionError(f"{error}; it is {self.verdict()}") from None
 
     def prints(self, word: str) -> None:
-        until(lambda: word in self.seen["tail"], word)
+        until(lambda: word in self.seen["log"]["tail"], word)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_the_disk_is_full(small_disk: Path) -> None:
     with pytest.raises(RunError, match="MiB free in .*, expected 100; free some space"):
         run.start(WAIT)
     code = f"open({str(small_disk / 'fill')!r}, 'w').write('x' * (1 << 22))"
-    run.start(code, needs={"disk_mb": 0})
+    run.start(code, disk_mb=0)
     assert run.becomes("exited", "disk full: ").code == 1, "though not even the traceback found room in the log"
 
 
@@ -370,7 +370,7 @@ def test_report_33_what_was_printed_is_on_disk(run: Run, monkeypatch: pytest.Mon
     run.prints("only once")
     os.kill(run.pid("child"), signal.SIGKILL)
     run.becomes("exited", "killed from outside (SIGKILL)")
-    assert run.seen["tail"] == "only once\n"
+    assert run.seen["log"]["tail"] == "only once\n"
 
 
 def test_started_and_silent_is_told_from_quiet(run: Run) -> None:
@@ -462,7 +462,7 @@ def test_what_a_finished_trainer_leaves_behind_is_ended_even_if_deaf(run: Run) -
         """
     )
     run.prints("\n")
-    left = shim.stat_of(int(run.seen["tail"]))
+    left = shim.stat_of(int(run.seen["log"]["tail"]))
     assert run.becomes("exited", "finished").evidence[1] == "1 processes were left behind and ended"
     assert run.seen["exit"]["unkillable"] == []
     assert not shim.is_same(left)
@@ -541,16 +541,13 @@ def test_secrets_reach_no_record(run: Run) -> None:
 
 
 def test_a_caller_that_is_gone_changes_nothing(run: Run) -> None:
-    attempt = run.folder / "attempts" / "0001"
-    attempt.mkdir(parents=True)
-    lock = os.open(attempt.parent / "lock", os.O_RDWR | os.O_CREAT)
+    (run.folder / "attempts").mkdir(parents=True)
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, shim.__file__, "supervise", str(attempt), str(lock)]
-    told = {"argv": ["sleep", "1"], "cwd": "/", "beat_s": BEAT_S, "stale_locks": []}
-    subprocess.run(words, input=json.dumps(told).encode(), stdout=writer, pass_fds=[lock], check=True, timeout=30)
+    words = [sys.executable, shim.__file__, "supervise", str(run.folder)]
+    told = {"argv": ["sleep", "1"], "cwd": "/", "beat_s": BEAT_S, "stale": []}
+    subprocess.run(words, input=json.dumps(told).encode(), stdout=writer, check=True, timeout=30)
     os.close(writer)
-    os.close(lock)
     assert run.verdict().cause == "finished"
 
 
@@ -572,9 +569,9 @@ def test_signals_reach_also_where_the_kernel_has_no_pidfd(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     process = subprocess.Popen(["sleep", "60"])
-    shim.send({**shim.stat_of(process.pid), "start": 1}, signal.SIGKILL)
+    shim.send([{**shim.stat_of(process.pid), "start": 1}], signal.SIGKILL)
     assert process.poll() is None, "another process with this number is left alone"
-    shim.send(shim.stat_of(process.pid), signal.SIGKILL)
+    shim.send([shim.stat_of(process.pid)], signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
 
 
@@ -596,7 +593,7 @@ def test_a_step_reported_before_death_is_not_success(run: Run) -> None:
 
 def test_a_disk_that_fills_up_later_neither_hides_the_run_nor_keeps_it_from_stopping(small_disk: Path) -> None:
     run = Run(small_disk / "run")
-    run.start(WAIT, needs={"disk_mb": 0})
+    run.start(WAIT, disk_mb=0)
     run.prints("up")
     until(lambda: run.seen["heartbeat"], "a heartbeat")
     with suppress(OSError), (small_disk / "fill").open("wb", buffering=0) as file:

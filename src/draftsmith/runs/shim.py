@@ -1,23 +1,19 @@
 """The supervisor of a run: standard library only, Python 3.8 or newer, one file that works alone on any Linux host.
 
-    python3 shim.py start < spec.json    begin an attempt, detached from whoever calls
+    python3 shim.py start < spec.json    begin an attempt, detached from whoever calls; spec: run and argv, and if wanted cwd, env,
+                                         grace_s (120), beat_s (2), disk_mb (100), port
     python3 shim.py probe RUN [OFFSET]   everything that a verdict needs, read and measured now; and the log from a byte on
     python3 shim.py stop RUN [SIGNAL]    ask the supervisor to end the attempt; without one, signal what it left
 
-Each answers at once with one line, `draftsmith-shim: {json}`: what a shell or a wrapper prints around it cannot be taken for it.
-spec: {"run": folder, "argv": [...], "cwd": folder, "env": {name: value}, "grace_s": 120, "beat_s": 2,
-"needs": {"disk_mb": 100, "port": 8000, "locks": [path, ...]}}; only run and argv are required.
-
-An attempt is a folder `RUN/attempts/NNNN`: record.json (who, where, what), log (all that the trainer prints), heartbeat.json,
-phase.json (the trainer's own word), stop.json (a request to end), exit.json (how it ended). Ages are seconds of the boot clock,
-which nobody sets; wall time stands beside it for people.
+Each answers at once with one line, `draftsmith-shim: {json}`. An attempt is a folder `RUN/attempts/NNNN`: record.json (who, where,
+what), log, heartbeat.json, phase.json (the trainer's own word), stop.json (a request), exit.json (how it ended).
 """
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import fcntl
+import glob
 import json
 import os
 import re
@@ -27,33 +23,30 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 SENTINEL, ATTEMPT = "draftsmith-shim: ", "DRAFTSMITH_ATTEMPT"
-TAIL_BYTES, CHUNK_BYTES, RESERVE_BYTES, ORPHAN_GRACE_S = 8192, 262144, 65536, 5.0
+TAIL_BYTES, CHUNK_BYTES, RESERVE_BYTES, ORPHAN_GRACE_S, GPU_SLACK_MB = 8192, 262144, 65536, 5.0, 512
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+LOCKS = ("~/.cache/torch_extensions/*/lock", "~/.cache/torch_extensions/*/*/lock")  # batons: every later build waits for them
 SHOWN_ENV = re.compile("PATH|HOME|USER|LANG|LC_|VIRTUAL_ENV|PYTHON|CUDA_|NVIDIA_|OMP_|MKL_|TORCH|NCCL_|DRAFTSMITH_|HF_HOME|TMP")
 SECRET_NAME = r"[\w-]*(?:token(?!s|izer)|secret|passw(?:or)?d|api[_-]?key|authorization)[\w-]*"
 SECRETS = [
-    (re.compile(r"(\w+://)[^\s@]+@"), r"\1***@"),
+    (re.compile(r"(\w+://)[^\s@\0]+@"), r"\1***@"),
     (re.compile(r"\b(hf_|sk-|ghp_|glpat-|nvapi-|Bearer )[\w.-]{3,}"), r"\1***"),
-    (re.compile(rf"(?i)({SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)(?!Bearer)[^\s\"'&,]+"), r"\1***"),
+    (re.compile(rf"(?i)({SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)(?!Bearer)[^\s\"'&,\0]+"), r"\1***"),
+    (re.compile(rf"(?i)(--?{SECRET_NAME}\0)[^\0]+"), r"\1***"),
 ]
 Json = dict  # of records, str to anything
 
 
 def redact(text: str) -> str:
-    """`text` without what looks like a credential."""
+    """`text` without what looks like a credential; the words of a command are joined by NUL."""
     for pattern, shown in SECRETS:
         text = pattern.sub(shown, text)
     return text
-
-
-def redact_words(words: list[str]) -> list[str]:
-    """The same for a command, where a secret may be the word after its name."""
-    names = re.compile(rf"(?i)--?{SECRET_NAME}$")
-    return ["***" if i and names.match(words[i - 1]) else redact(word) for i, word in enumerate(words)]
 
 
 def read_text(path: str) -> str:
@@ -71,16 +64,21 @@ def read_json(path: str) -> Json:
 
 
 def write_json(path: str, value: Json) -> None:
-    """A reader sees the old record or the new one, each whole."""
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".tmp", path)
+    """A reader sees the old record or the new one, each whole; on a full disk the old one is overwritten, where there is room."""
+    try:
+        with open(path + ".tmp", "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + ".tmp", path)
+    except OSError:
+        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8") as file:
+            file.write(json.dumps(value))
+            file.truncate()
 
 
 def clock() -> float:
-    """Seconds since boot, suspended time included."""
+    """Seconds since boot, suspended time included: nobody sets this clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -106,126 +104,100 @@ def place() -> Json:
     return {"host": os.uname().nodename, "boot_id": boot_id, "pid_ns": os.readlink("/proc/self/ns/pid"), "init_start": init}
 
 
-def members(where: str) -> list[Json]:
-    """Living processes that carry the attempt, or one of the run's attempts, in the environment they were started with."""
-    mark = f"{ATTEMPT}={where}"
-    found = [
-        stat_of(int(name)) for name in os.listdir("/proc") if name.isdigit() and mark in read_text(f"/proc/{name}/environ")
-    ]
-    return [process for process in found if is_same(process)]
-
-
-def send(process: Json, number: int) -> None:
-    """Signal this very process. A descriptor (Python 3.9, Linux 5.3) stands for it for good, so no later owner of the number is hit."""
-    handle = None
-    with suppress(OSError, AttributeError):
-        handle = os.pidfd_open(process["pid"])
-    with suppress(OSError):
-        if is_same(process):
-            signal.pidfd_send_signal(handle, number) if handle is not None else os.kill(process["pid"], number)
-    if handle is not None:
-        os.close(handle)
-
-
 def descendants(root: int) -> dict[int, Json]:
-    """Every living process below `root`."""
-    children: dict[int, list[Json]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (found := stat_of(int(name))):
-            children.setdefault(found["ppid"], []).append(found)
-    below, queue = {}, list(children.get(root, []))
-    while queue:
-        found = queue.pop()
-        queue += children.get(found["pid"], [])
-        if found["state"] not in "ZX":
-            below[found["pid"]] = found
+    """Every living process below `root`; below 0 is every process that can be seen from here."""
+    below: dict[int, Json] = {}
+    everyone = [stat_of(int(name)) for name in os.listdir("/proc") if name.isdigit()]
+    waiting = [process for process in everyone if process and process["state"] not in "ZX"]
+    while found := [process for process in waiting if process["ppid"] == root or process["ppid"] in below]:
+        below.update((process["pid"], process) for process in found)
+        waiting = [process for process in waiting if process["pid"] not in below]
     return below
 
 
+def members(where: str) -> list[Json]:
+    """Living processes that carry the attempt, or one of the run's attempts, in the environment they were started with."""
+    return [process for pid, process in descendants(0).items() if f"{ATTEMPT}={where}" in read_text(f"/proc/{pid}/environ")]
+
+
+def send(processes: Iterable[Json], number: int) -> None:
+    """Signal these very processes. A descriptor (Python 3.9, Linux 5.3) stands for one for good, whoever gets its number later."""
+    for process in processes:
+        handle = None
+        with suppress(OSError, AttributeError):
+            handle = os.pidfd_open(process["pid"])
+        with suppress(OSError):
+            if is_same(process):
+                signal.pidfd_send_signal(handle, number) if handle is not None else os.kill(process["pid"], number)
+        if handle is not None:
+            os.close(handle)
+
+
 def memory_kills() -> dict[str, int]:
-    """How many processes were killed for memory: in our cgroup (v2, else v1), and on the whole machine."""
+    """How many processes were killed for memory: in our cgroup (v1, else v2), and on the whole machine."""
     files = {"machine": "/proc/vmstat"}
     for line in read_text("/proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            files["cgroup"] = f"/sys/fs/cgroup/memory{path.rstrip('/')}/memory.oom_control"
-        elif number == "0":
-            files.setdefault("cgroup", f"/sys/fs/cgroup{path.rstrip('/')}/memory.events")
+        if "memory" in controllers.split(",") or number == "0":
+            file = "memory{}/memory.oom_control" if controllers else "{}/memory.events"
+            files.setdefault("cgroup", "/sys/fs/cgroup/" + file.format(path.rstrip("/")))
     rows = {name: re.search(r"^oom_kill (\d+)$", read_text(file), re.MULTILINE) for name, file in files.items()}
     return {name: int(found.group(1)) for name, found in rows.items() if found}
 
 
-def log_state(path: str, descriptor: int | None = None) -> Json:
-    """Size and inode of the log as its path shows it now, and the size of the file that was opened first."""
-    found: Json = {"size": None, "inode": None}
-    with suppress(OSError):
-        found = {"size": os.stat(path).st_size, "inode": os.stat(path).st_ino}
-    return found if descriptor is None else {**found, "written": os.fstat(descriptor).st_size}
+def gpus() -> Json:
+    """Use in percent and used memory in MiB of each NVIDIA device, from the driver's own library; empty where there is none."""
+    found: Json = {}
+    with suppress(OSError, AttributeError):
+        nvml, count, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_uint(), ctypes.c_void_p()
+        use, memory = (ctypes.c_uint * 2)(), (ctypes.c_ulonglong * 3)()  # GPU and memory percent; total, free and used bytes
+        failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(0 if failed else count.value):
+            nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+            unknown = nvml.nvmlDeviceGetUtilizationRates(device, use)  # as on a device cut into instances
+            if nvml.nvmlDeviceGetMemoryInfo(device, memory) == 0:
+                found[str(index)] = {"use": None if unknown else use[0], "memory": memory[2] >> 20}
+        nvml.nvmlShutdown()
+    return found
 
 
-def tail_of(descriptor: int) -> str:
-    """The last lines of an open log, without credentials."""
-    size = os.fstat(descriptor).st_size
-    return redact(os.pread(descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES)).decode("utf-8", "replace"))
-
-
-def attempts_of(run: str) -> list[str]:
-    """The attempts' folders, oldest first."""
-    folder = os.path.join(run, "attempts")
-    names = sorted(name for name in os.listdir(folder) if name.isdigit()) if os.path.isdir(folder) else []
-    return [os.path.join(folder, name) for name in names]
-
-
-def preflight(run: str, needs: Json) -> tuple[list[str], list[str]]:
-    """Why an attempt cannot start, in words; and lock files that nobody holds, left by compilers that died."""
-    faults, stale, wanted = [], [], needs.get("disk_mb", 100)
-    free = shutil.disk_usage(run).free // 2**20
-    if free < wanted:
-        faults.append(f"only {free} MiB free in {run}, expected {wanted}; free some space")
-    if needs.get("port"):
-        try:
-            socket.create_server(("", needs["port"])).close()
-        except OSError as error:
-            faults.append(f"port {needs['port']} cannot be used ({error.strerror}); choose another")
-    alive = [str(process["pid"]) for process in members(os.path.join(run, "attempts", ""))]
-    if alive:
-        faults.append(f"processes of an earlier attempt still live: {', '.join(alive)}; stop the run first")
-    for path in needs.get("locks", []):
-        with suppress(OSError), open(path, "r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            stale.append(path)
-    return faults, stale
+def log_state(path: str) -> Json:
+    """Size, inode and last lines, without credentials, of a log."""
+    with suppress(OSError), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        tail = os.pread(file.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode("utf-8", "replace")
+        return {"size": size, "inode": os.fstat(file.fileno()).st_ino, "tail": redact(tail)}
+    return {"size": None, "inode": None, "tail": ""}
 
 
 class Supervisor:
-    """One attempt, from the trainer's start to its exit record. Alone in its process, and without threads."""
+    """One attempt, from the trainer's start, which may raise OSError, to its exit record. Alone in its process, without threads."""
 
-    def __init__(self, spec: Json, attempt: str, log: int) -> None:
-        self.spec, self.attempt, self.log, self.begin = spec, attempt, log, clock()
-        self.grace, self.beat, self.stale = float(spec.get("grace_s", 120)), float(spec.get("beat_s", 2)), spec["stale_locks"]
-        self.child: Any = None
+    def __init__(self, spec: Json, attempt: str) -> None:
+        self.attempt, self.begin, self.gpus, self.kills = attempt, clock(), gpus(), memory_kills()
+        self.log = os.open("log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self.grace, self.pace = float(spec.get("grace_s", 120)), float(spec.get("beat_s", 2))
         self.status: int | None = None
         self.stop: Json | None = None
         self.killed = self.stacks_asked = False
-        self.ticks, self.grew, self.kills, self.recorded = 0, (0, self.begin), [memory_kills()] * 2, False
-        self.record: Json = {}
-
-    def start(self) -> None:
-        """Start the trainer and write the record; raises OSError if it cannot be started."""
+        self.ticks, self.grew, self.beaten = 0, (0, self.begin), self.begin
         for number in WATCHED:
             signal.signal(number, signal.SIG_DFL)  # whatever our caller ignored, the trainer would too
         signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
         # Orphans of the trainer come to us (PR_SET_CHILD_SUBREAPER), so that none is lost from sight.
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-        with open("reserve", "wb") as reserve:
-            reserve.write(bytes(RESERVE_BYTES))
-        own = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", ATTEMPT: self.attempt}
-        env, cwd, argv = {**os.environ, **self.spec.get("env", {}), **own}, self.spec["cwd"], self.spec["argv"]
+        with open("exit.json", "wb") as room:  # no record yet, but what the last word needs on a full disk
+            room.write(bytes(RESERVE_BYTES))
+        own = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", ATTEMPT: attempt}
+        env, cwd, argv = {**os.environ, **spec.get("env", {}), **own}, spec["cwd"], spec["argv"]
         shown = {k: redact(f"{k}={v}")[len(k) + 1 :] for k, v in sorted(env.items()) if SHOWN_ENV.match(k)}
-        self.record = {"argv": redact_words(argv), "cwd": cwd, "env": shown}
-        self.record.update(place=place(), user=os.getuid(), wall=time.time(), boot=self.begin, log=log_state("log"))
-        self.record.update(grace_s=self.grace, beat_s=self.beat, shim=stat_of(os.getpid()), stale_locks=self.stale)
-        write_json("record.json", self.record)
+        record: Json = {"argv": redact("\0".join(argv)).split("\0"), "cwd": cwd, "env": shown, "stale_locks": spec["stale"]}
+        with suppress(OSError, subprocess.SubprocessError):
+            git = ["git", "-C", cwd, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+            record["commit"] = subprocess.run(git, capture_output=True, check=True, timeout=20).stdout.decode().strip()
+        record.update(place=place(), user=os.getuid(), wall=time.time(), boot=self.begin, log=log_state("log"))
+        record.update(grace_s=self.grace, beat_s=self.pace, gpus=self.gpus, shim=stat_of(os.getpid()))
+        write_json("record.json", record)
         streams: Json = {"stdin": subprocess.DEVNULL, "stdout": self.log, "stderr": self.log}
         streams["preexec_fn"] = lambda: signal.pthread_sigmask(signal.SIG_SETMASK, [])  # or it would inherit ours
         try:
@@ -233,22 +205,24 @@ class Supervisor:
         except OSError as error:
             self.finish({"not_started": f"{error.strerror}: {error.filename or argv[0]}"})
             raise
-        self.record["child"] = stat_of(self.child.pid)
+        with suppress(OSError):
+            write_json("record.json", {**record, "child": stat_of(self.child.pid)})
         self.heartbeat()
 
     def watch(self) -> None:
         """Until the trainer has ended: collect the dead, beat, obey a request to stop; then write how it ended."""
-        due = clock() + self.beat
+        due = clock() + self.pace
         while self.status is None:
+            if self.stop is None and os.path.exists("stop.json"):
+                self.begin_stop(read_json("stop.json"))
             if clock() >= due:
-                due = clock() + self.beat
-                if os.path.exists("stop.json"):
-                    self.begin_stop(read_json("stop.json"))
+                spent = time.process_time()
                 self.heartbeat()
+                due = clock() + max(self.pace, 200 * (time.process_time() - spent))  # half a percent of one core at most
             if self.stop and not self.killed and clock() >= self.stop["boot"] + self.grace:
                 self.killed = True
-                self.signal_tree(signal.SIGKILL)
-            came = signal.sigtimedwait(WATCHED, max(0.0, due - clock()))
+                send(descendants(os.getpid()).values(), signal.SIGKILL)
+            came = signal.sigtimedwait(WATCHED, min(1.0, max(0.0, due - clock())))
             if came is not None and came.si_signo in (signal.SIGTERM, signal.SIGINT):
                 sender = read_text(f"/proc/{came.si_pid}/comm").strip()
                 self.begin_stop({"by_pid": came.si_pid, "by_uid": came.si_uid, "by": sender})
@@ -256,80 +230,66 @@ class Supervisor:
         status, left_behind = self.status, len(descendants(os.getpid()))
         self.end_tree()
         code, number = (os.WEXITSTATUS(status), None) if os.WIFEXITED(status) else (None, os.WTERMSIG(status))
-        unkillable = sorted(descendants(os.getpid()))
-        self.finish({"code": code, "signal": number, "left_behind": left_behind, "unkillable": unkillable})
+        how = {"code": code, "signal": number, "left_behind": left_behind}
+        self.finish({**how, "unkillable": sorted(descendants(os.getpid()))})
 
     def reap(self) -> None:
-        """Collect every child that has ended, adopted ones too."""
         with suppress(ChildProcessError):
             for pid, status in iter(lambda: os.waitpid(-1, os.WNOHANG), (0, 0)):
                 if pid == self.child.pid:
                     self.status = self.child.returncode = status
 
-    def signal_tree(self, number: int) -> None:
-        """Signal everything below us: by descent at this very moment, all of it is ours."""
-        for process in descendants(os.getpid()).values():
-            send(process, number)
-
     def end_tree(self) -> None:
         """End what the trainer left behind: a wrapper may die of the signal that its own child needs longer for."""
         promised = self.stop["boot"] + self.grace if self.stop and not self.killed else 0.0
         patience = max(clock() + ORPHAN_GRACE_S, promised)
-        self.signal_tree(signal.SIGTERM)
+        send(descendants(os.getpid()).values(), signal.SIGTERM)
         while descendants(os.getpid()) and clock() < patience + ORPHAN_GRACE_S:
             if clock() >= patience:
-                self.signal_tree(signal.SIGKILL)
+                send(descendants(os.getpid()).values(), signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, 0.1)
             self.reap()
 
     def begin_stop(self, asked: Json) -> None:
-        """Pass the first request on; the trainer has its grace from now on."""
-        if self.stop is None:
+        """Pass the first request on; the trainer has its grace from now on, longer if it says that a step and a save need that."""
+        if not self.stop:
+            told = read_json("phase.json").get("stop_s")
+            self.grace = max(self.grace, told) if isinstance(told, float) else self.grace
             self.stop = {**asked, "boot": clock(), "wall": time.time()}
             os.kill(self.child.pid, signal.SIGTERM)
 
     def heartbeat(self) -> None:
         """Measure the tree and the log; ask an idle trainer that is past its deadline for its stacks, once."""
-        tree, log = descendants(os.getpid()), log_state("log", self.log)
+        now, tree, log, phase = clock(), descendants(os.getpid()), log_state("log"), read_json("phase.json")
+        log.update(written=os.fstat(self.log).st_size)
         ticks = sum(process["ticks"] for process in tree.values())
-        idle = ticks - self.ticks <= 0.05 * self.beat * os.sysconf("SC_CLK_TCK")
-        self.grew = self.grew if log["written"] == self.grew[0] else (log["written"], clock())
-        phase = read_json("phase.json")
-        late = isinstance(phase.get("deadline"), float) and clock() > phase["deadline"]
-        if (
-            late
-            and idle
-            and not self.stacks_asked
-            and phase.get("stacks_signal") == signal.SIGUSR1
-            and phase.get("pid") in tree
-        ):
+        idle = ticks - self.ticks <= 0.05 * (now - self.beaten) * os.sysconf("SC_CLK_TCK")
+        self.grew = self.grew if log["written"] == self.grew[0] else (log["written"], now)
+        late = isinstance(phase.get("deadline"), float) and now > phase["deadline"]
+        willing = phase.get("stacks_signal") == signal.SIGUSR1 and phase.get("pid") in tree
+        if late and idle and willing and not self.stacks_asked:
             self.stacks_asked = True
-            send(tree[phase["pid"]], signal.SIGUSR1)
+            send([tree[phase["pid"]]], signal.SIGUSR1)
         if not (os.path.exists(self.attempt) and os.path.samestat(os.stat(self.attempt), os.stat("."))):
             self.begin_stop({"by": "the supervisor, because the run's folder is gone"})
-        beat = {"boot": clock(), "wall": time.time(), "log": log, "log_grew": self.grew[1], "late": late, "idle": idle}
+        beat = {"boot": now, "wall": time.time(), "log": log, "log_grew": self.grew[1], "idle": idle}
         beat.update(processes=len(tree), rss=sum(p["rss"] for p in tree.values()), ticks=ticks, busy_ticks=ticks - self.ticks)
-        beat["disk_free"] = shutil.disk_usage(".").free
-        self.ticks, self.kills = ticks, [self.kills[1], memory_kills()]
-        try:
+        beat.update(seconds=now - self.beaten, gpus=gpus(), disk_free=shutil.disk_usage(".").free)
+        self.ticks, self.beaten = ticks, now
+        with suppress(OSError):
             write_json("heartbeat.json", beat)
-            if not self.recorded:
-                write_json("record.json", self.record)
-            self.recorded = True
-        except OSError:  # a full disk: in place there is room
-            with suppress(OSError), open("heartbeat.json", "r+") as file:
-                file.write(json.dumps(beat))
-                file.truncate()
 
     def finish(self, how: Json) -> None:
         """The last word."""
-        kills = {name: count - self.kills[0].get(name, 0) for name, count in memory_kills().items()}
-        how.update(phase=read_json("phase.json"), log=log_state("log", self.log), tail=tail_of(self.log), memory_kills=kills)
+        for _ in range(20):  # the driver takes memory back a little later
+            how["gpus"] = gpus()
+            if all(now["memory"] <= self.gpus.get(i, now)["memory"] + GPU_SLACK_MB for i, now in how["gpus"].items()):
+                break
+            time.sleep(0.5)
+        kills = {name: count - self.kills.get(name, 0) for name, count in memory_kills().items()}
+        how.update(phase=read_json("phase.json"), tail=log_state(f"/proc/self/fd/{self.log}")["tail"], memory_kills=kills)
         how.update(wall=time.time(), boot=clock(), seconds=clock() - self.begin, stop=self.stop, killed=self.killed)
         how["disk_free"] = shutil.disk_usage(".").free
-        # Room that was set aside at the start, so that this can be written on a full disk.
-        with suppress(OSError):
-            os.unlink("reserve")
         for _ in range(60):
             with suppress(OSError):
                 return write_json("exit.json", how)
@@ -345,104 +305,93 @@ def start(spec: Json) -> Json:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return {"ok": False, "error": f"the run in {run} already has a supervisor; stop it first"}
-    faults, stale = preflight(run, spec.get("needs", {}))
+    faults, free, wanted = [], shutil.disk_usage(run).free // 2**20, spec.get("disk_mb", 100)
+    if free < wanted:
+        faults.append(f"only {free} MiB free in {run}, expected {wanted}; free some space")
+    if spec.get("port"):
+        try:
+            socket.create_server(("", spec["port"])).close()
+        except OSError as error:
+            faults.append(f"port {spec['port']} cannot be used ({error.strerror}); choose another")
+    if alive := [str(process["pid"]) for process in members(os.path.join(run, "attempts", ""))]:
+        faults.append(f"processes of an earlier attempt still live: {', '.join(alive)}; stop the run first")
     if faults:
         return {"ok": False, "error": "; ".join(faults)}
-    number = 1 + max([int(os.path.basename(attempt)) for attempt in attempts_of(run)], default=0)
-    attempt = os.path.join(run, "attempts", f"{number:04d}")
-    os.mkdir(attempt)
+    locks = [os.path.realpath(path) for pattern in LOCKS for path in glob.glob(os.path.expanduser(pattern))]
+    held = {os.path.realpath(link) for link in glob.glob("/proc/[0-9]*/fd/*")} if locks else set()
+    spec = {"cwd": os.getcwd(), **spec, "stale": [path for path in locks if path not in held]}
     # Its parent, this process, ends at once; the lock lives as long as the supervisor, and no longer.
-    with open(os.path.join(attempt, "shim.log"), "ab") as own:
+    with open(os.path.join(run, "attempts", "shim.log"), "wb") as own:
         streams: Json = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": own, "pass_fds": [lock]}
-        command = [sys.executable, os.path.abspath(__file__), "supervise", attempt, str(lock)]
+        command = [sys.executable, os.path.abspath(__file__), "supervise", run]
         supervisor: Any = subprocess.Popen(command, cwd="/", start_new_session=True, **streams)
     with supervisor.stdin as told:
-        told.write(json.dumps({"cwd": os.getcwd(), **spec, "stale_locks": stale}).encode())
-    return json.loads(supervisor.stdout.read() or '{"ok": false, "error": "the supervisor died at once; see shim.log"}')
+        told.write(json.dumps(spec).encode())
+    return json.loads(supervisor.stdout.read() or '{"ok": false, "error": "the supervisor died; see attempts/shim.log"}')
 
 
-def supervise(attempt: str, lock: int) -> int:
+def supervise(run: str) -> None:
     """Be the supervisor: start the trainer, say so on standard output and close it, watch to the end."""
+    latest = max(glob.glob(glob.escape(run) + "/attempts/[0-9]*"), default="0000")
+    attempt = f"{run}/attempts/{int(latest[-4:]) + 1:04d}"
+    os.mkdir(attempt)
     os.chdir(attempt)
-    os.set_inheritable(lock, False)
-    log = os.open("log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    supervisor = Supervisor(json.load(sys.stdin), attempt, log)
-    answer = {"ok": True, "attempt": attempt, "shim": os.getpid()}
+    supervisor, answer = None, {"ok": True, "attempt": attempt, "shim": os.getpid()}
     try:
-        supervisor.start()
+        supervisor = Supervisor(json.load(sys.stdin), attempt)
     except OSError as error:
         answer.update(ok=False, error=f"{error.strerror}: {error.filename}")
     with suppress(OSError):  # whoever asked may be gone
         print(json.dumps(answer), flush=True)
     for standard in (0, 1):
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
-    if answer["ok"]:
+    if supervisor:
         supervisor.watch()
-    return 0
 
 
 def probe(run: str, offset: int | None = None) -> Json:
     """The latest attempt's records, what its processes and files look like now, and the log's bytes from `offset` on."""
     now = {**place(), "wall": time.time(), "boot": clock(), "memory_kills": memory_kills()}
-    found: Json = {"ok": True, "run": os.path.abspath(run), "exists": os.path.isdir(run), "now": now, "attempt": None}
-    attempts = attempts_of(os.path.abspath(run))
-    if not attempts:
+    found: Json = {"ok": True, "run": os.path.abspath(run), "exists": os.path.isdir(run), "now": now}
+    attempt = found["attempt"] = max(glob.glob(glob.escape(found["run"]) + "/attempts/[0-9]*"), default=None)
+    if attempt is None:
         return found
-    found["attempt"] = attempts[-1]
-    path = {name: os.path.join(attempts[-1], name) for name in ("log", "stacks", "shim.log")}
-    for name in ("record", "heartbeat", "phase"):
-        found[name] = read_json(os.path.join(attempts[-1], name + ".json"))
+    found.update({name: read_json(f"{attempt}/{name}.json") for name in ("record", "heartbeat", "phase")})
     process = found["record"].get("shim") or {}
     found["shim"] = {"now": stat_of(process.get("pid", 0)), "same": is_same(process)}
-    found["left"] = [] if found["shim"]["same"] else members(attempts[-1])
-    # After the processes, since it is written before the supervisor goes.
-    found["exit"] = read_json(os.path.join(attempts[-1], "exit.json"))
-    found["age"] = time.time() - os.stat(attempts[-1]).st_ctime
-    found.update(stacks=redact(read_text(path["stacks"])), shim_log=redact(read_text(path["shim.log"]))[-TAIL_BYTES:])
-    found.update(log=log_state(path["log"]), tail="")
-    with suppress(OSError), open(path["log"], "rb") as file:
-        found["tail"] = tail_of(file.fileno())
-        if offset is not None:
-            found["chunk"] = base64.b64encode(os.pread(file.fileno(), CHUNK_BYTES, offset)).decode()
+    found["left"] = [] if found["shim"]["same"] else members(attempt)
+    found["exit"] = read_json(f"{attempt}/exit.json")  # after the processes, since it is written before the supervisor goes
+    found["shim_log"] = redact(read_text(f"{attempt}/../shim.log"))[-TAIL_BYTES:]
+    found.update(stacks=redact(read_text(f"{attempt}/stacks")), age=time.time() - os.stat(attempt).st_ctime)
+    found.update(log=log_state(f"{attempt}/log"))
+    if offset is not None:
+        with suppress(OSError), open(f"{attempt}/log", "rb") as file:
+            found["chunk"] = os.pread(file.fileno(), CHUNK_BYTES, offset).decode("latin-1")
     return found
 
 
 def stop(run: str, number: int = signal.SIGTERM) -> Json:
-    """Leave the request where the supervisor looks at every beat; where there is none, signal what it left."""
+    """Leave the request where the supervisor looks every second; where there is none, signal what it left."""
     found = probe(run)
-    if not found["attempt"] or found["exit"]:
-        return found
-    for process in found["left"]:
-        send(process, number)
-    request = os.path.join(found["attempt"], "stop.json")
-    try:
-        write_json(request, {"by_pid": os.getppid(), "by_uid": os.getuid(), "by": "draftsmith stop"})
-    except OSError:  # a full disk: that there is one says enough
-        open(request, "w").close()
+    if found["attempt"] and not found["exit"]:
+        send(found["left"], number)
+        asked = {"by_pid": os.getppid(), "by_uid": os.getuid(), "by": "draftsmith stop"}
+        with suppress(OSError):  # on a full disk an empty file says enough
+            write_json(f"{found['attempt']}/stop.json", asked)
     return found
 
 
-def reply(answer: Json) -> None:
-    """The one line that is ours."""
-    print(SENTINEL + json.dumps(answer), flush=True)
-
-
 def main(words: list[str]) -> int:
-    """Obey one verb."""
-    if words[:1] == ["supervise"]:
-        return supervise(words[1], int(words[2]))
+    """Obey one verb; the answer is the one line that is ours."""
+    verb: Any = {"start": start, "probe": probe, "stop": stop, "supervise": supervise}.get("".join(words[:1]))
+    if verb is None or len(words) not in ((1,) if verb is start else (2, 3)):
+        sys.stderr.write(str(__doc__))
+        return 2
     try:
-        if words == ["start"]:
-            reply(start(json.load(sys.stdin)))
-        elif words[:1] == ["probe"] and len(words) in (2, 3):
-            reply(probe(words[1], *map(int, words[2:])))
-        elif words[:1] == ["stop"] and len(words) in (2, 3):
-            reply(stop(words[1], *map(int, words[2:])))
-        else:
-            sys.stderr.write(str(__doc__))
-            return 2
+        answer = verb(json.load(sys.stdin)) if verb is start else verb(words[1], *map(int, words[2:]))
     except (OSError, ValueError, KeyError) as error:
-        reply({"ok": False, "error": f"{type(error).__name__}: {error}"})
+        answer = {"ok": False, "error": f"{type(error).__name__}: {error}"}
+    print(SENTINEL + json.dumps(answer), flush=True)
     return 0
 
 

@@ -26,7 +26,7 @@ Name = Literal[
     "running",
 ]
 SILENT_AFTER_S, STARTING_S = 60.0, 10.0
-FULL_BYTES = 2**20
+FULL_BYTES, GPU_SLACK_MB = 2**20, 512
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 RAISED = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Closed))\b:?(.*)$", re.MULTILINE)
 
@@ -107,6 +107,12 @@ def _raised(tail: str) -> tuple[str, str] | None:
     return (found[-1][0], found[-1][1].strip()) if found else None
 
 
+def _held(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """GPU memory that the driver had not taken back when the supervisor ended."""
+    held = ((i, before.get(i, now)["memory"], now["memory"]) for i, now in after.items())
+    return [f"GPU {i} still holds {now} MiB, {was} MiB before the start" for i, was, now in held if now > was + GPU_SLACK_MB]
+
+
 def _exited(seen: Mapping[str, Any]) -> Verdict | None:
     end = seen["exit"]
     if not end:
@@ -117,6 +123,7 @@ def _exited(seen: Mapping[str, Any]) -> Verdict | None:
         evidence.append(f"{end['left_behind']} processes were left behind and ended")
     if end.get("unkillable"):
         evidence.append(f"still there, could not be killed: {end['unkillable']}")
+    evidence += _held(seen["record"].get("gpus") or {}, end.get("gpus") or {})
     stop, tail = end.get("stop"), end.get("tail", "")
     if stop:
         evidence.append(f"a stop was asked for by {_who(stop)}")
@@ -134,7 +141,8 @@ def _exited(seen: Mapping[str, Any]) -> Verdict | None:
     if stop and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
         return verdict(f"stopped on request (exit code {code})", "resume it when you like")
     if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-        cause = f"stopped by {_name(code - 128)} from outside, sent by an unknown sender"
+        told = phase.get("signal")
+        cause = f"stopped by {_name(code - 128)} from outside, sent by {_who(told) if told else 'an unknown process'}"
         return verdict(cause, "resume it; find out who stops it", *_lines(tail, 3))
     raised = _raised(tail)
     if raised is not None:
@@ -211,7 +219,9 @@ def _elsewhere(seen: Mapping[str, Any]) -> Verdict | None:
 
 def _unsupervised(seen: Mapping[str, Any]) -> Verdict | None:
     record, shim = seen["record"], seen["shim"]
-    beat, limit = seen["heartbeat"], 5 * record["beat_s"] + 5
+    # A supervisor on a crowded machine beats more slowly, so that it costs little.
+    beat = seen["heartbeat"]
+    limit = 5 * max(record["beat_s"], beat.get("seconds", 0)) + 5
     age = seen["now"]["boot"] - beat.get("boot", record["boot"])
     if shim["same"]:
         if age <= limit:
@@ -223,7 +233,7 @@ def _unsupervised(seen: Mapping[str, Any]) -> Verdict | None:
     if shim["now"]:
         zombie = shim["now"]["state"] in "ZX" and shim["now"]["start"] == record["shim"]["start"]
         gone = f"pid {number} is a corpse nobody collected" if zombie else f"pid {number} belongs to a stranger now"
-    evidence: tuple[str, ...] = (gone, f"last heartbeat {age:.0f} s ago", *_lines(seen["tail"], 3))
+    evidence: tuple[str, ...] = (gone, f"last heartbeat {age:.0f} s ago", *_lines(seen["log"]["tail"], 3))
     kills = {n: c for n, c in seen["now"].get("memory_kills", {}).items() if c}
     if kills:
         evidence = (*evidence, f"processes killed for memory since boot: {kills}")
@@ -260,17 +270,30 @@ def _phase(phase: Mapping[str, Any]) -> str:
     return f"{phase.get('name', 'unknown')}{step}"
 
 
+def _cpu(beat: Mapping[str, Any]) -> float:
+    """Share of one core that the trainer's processes used during the last beat; kernels count 100 ticks a second."""
+    return float(beat.get("busy_ticks", 0) / 100 / max(beat.get("seconds", 0), 0.01))
+
+
 def _by_phase(seen: Mapping[str, Any]) -> Verdict:
     phase, beat, now = seen["phase"], seen["heartbeat"], seen["now"]["boot"]
     begun = seen["record"]["boot"]
     quiet = now - beat.get("log_grew", begun)
-    busy = "idle" if beat.get("idle") else f"computing ({beat.get('busy_ticks', 0)} CPU ticks in the last beat)"
+    busy = "idle" if beat.get("idle") else f"computing ({_cpu(beat):.0%} of one core)"
     since = now - phase["boot"] if phase else now - begun
     evidence: tuple[str, ...] = (
         f"phase: {_phase(phase)}, for {since:.0f} s",
         f"{beat.get('processes', '?')} processes, {beat.get('rss', 0) / 2**20:.0f} MiB, {busy}",
         f"log last grew {quiet:.0f} s ago",
     )
+    if beat.get("gpus"):
+        told = (f"GPU {i} {gpu['use']} % busy, {gpu['memory']} MiB" for i, gpu in sorted(beat["gpus"].items()))
+        evidence = (*evidence, ", ".join(told))
+    if seen["record"].get("stale_locks") and phase.get("name") in ("imports", "model", "compiling"):
+        evidence = (
+            *evidence,
+            *(f"a build may wait for {lock}, which nobody holds: remove it" for lock in seen["record"]["stale_locks"]),
+        )
     if beat.get("disk_free", FULL_BYTES) < FULL_BYTES:
         evidence = (*evidence, f"the disk is full: {beat['disk_free']} bytes free")
     late = phase and now > phase.get("deadline", float("inf"))
