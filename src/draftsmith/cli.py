@@ -13,6 +13,7 @@ import typer
 
 from draftsmith import __version__
 from draftsmith.errors import DraftsmithError, PipelineError
+from draftsmith.pipeline.signals import record_senders
 from draftsmith.runs import verbs
 from draftsmith.runs.reporter import RunReporter
 
@@ -177,7 +178,10 @@ def _leave(code: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with the codes named above."""
-    RunReporter.from_environment().phase("interpreter")
+    reporter = RunReporter.from_environment()
+    reporter.phase("interpreter")
+    if reporter.supervised:
+        record_senders(reporter.signalled)
     try:
         code: Any = app(args=arguments, standalone_mode=False)
     except DraftsmithError as error:

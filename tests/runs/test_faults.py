@@ -118,7 +118,7 @@ def test_a_signal_from_outside(run: Run, number: signal.Signals) -> None:
     run.start(WAIT)
     run.prints("up")
     os.kill(run.pid("child"), number)
-    assert run.becomes("exited").cause == f"killed from outside ({number.name})"
+    assert run.becomes("exited").cause.startswith(f"killed from outside ({number.name})")
 
 
 def test_a_sigterm_that_the_trainer_obeys_without_being_asked(run: Run) -> None:

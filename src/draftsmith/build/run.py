@@ -20,9 +20,10 @@ from draftsmith.config import Config
 from draftsmith.decode.speculate import Speculator
 from draftsmith.draft.model import Drafter
 from draftsmith.evaluate.suite import Prompt, load_prompts, measure_tau
-from draftsmith.pipeline.coordinator import Coordinator, Emit, Evaluate, Outcome, Save, StopRequest, stop_on_signals
+from draftsmith.pipeline.coordinator import Coordinator, Emit, Evaluate, Outcome, Save
 from draftsmith.pipeline.plan import generator_for, learning_rate
 from draftsmith.pipeline.replicas import Replica
+from draftsmith.pipeline.signals import StopRequest, stop_on_signals
 from draftsmith.pipeline.step import FrozenEnds, blank_batch, drafter_core, run_pack
 from draftsmith.pipeline.workers import Job
 from draftsmith.runs.events import RunEvents

@@ -5,19 +5,16 @@ hashed, saved and evaluated. The first failure anywhere stops everything within 
 """
 
 import queue
-import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from draftsmith.compiling.warmup import COMPILE_SECONDS, Warmed, seconds_left
 from draftsmith.errors import PipelineError, ReplicaError
 from draftsmith.pipeline.channel import Channel, ChannelClosed
 from draftsmith.pipeline.replicas import GradientExchange, Replica
+from draftsmith.pipeline.signals import StopRequest
 from draftsmith.pipeline.workers import DrafterWorker, Event, Failed, Job, Ready, StepDone, TargetWorker, Wake, Worker
 from draftsmith.types import Batch
 
@@ -26,41 +23,6 @@ Emit = Callable[[str, Mapping[str, object]], None]
 Interrupted = Callable[[], bool]
 Save = Callable[[int, Replica, str], None]
 Evaluate = Callable[[int, Replica, Interrupted], None]
-
-
-@dataclass
-class StopRequest:
-    """Set once from a signal handler, read by whoever can stop at a good moment."""
-
-    signal_number: int | None = None
-    wake: Callable[[], None] | None = field(default=None, repr=False)
-
-    def __bool__(self) -> bool:
-        return self.signal_number is not None
-
-
-@contextmanager
-def stop_on_signals(stop: StopRequest) -> Iterator[StopRequest]:
-    """Turn the first SIGTERM or SIGINT into a request; a second one acts as if we were not here."""
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number: int, _frame: FrameType | None) -> None:
-        stop.signal_number = number
-        for name in previous:
-            signal.signal(name, signal.default_int_handler if name == signal.SIGINT else signal.SIG_DFL)
-        if stop.wake is not None:
-            stop.wake()
-
-    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        for number in previous:
-            signal.signal(number, ask)
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)

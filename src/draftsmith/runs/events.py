@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from draftsmith.runs.reporter import RunReporter
 
 SCALARS = ("loss", "tau_estimate", "tau", "lr", "grad_norm", "data_wait", "tokens_per_s")
+SHOWN = ("loss", "tau_estimate", "data_wait", "tokens_per_s", "left_s")
 
 
 def _clock(seconds: float) -> str:
@@ -134,11 +135,12 @@ class RunEvents:
                 f"compiled {fields['planned']} planned and {fields['unplanned']} unplanned graphs, {fields['compile_s']:.1f} s alone"
             )
         elif kind == "step":
-            self._reporter.step(step, self._steps)
             self._tokens += int(str(fields["tokens"]))
             stepping = time.perf_counter() - self._steps_begin
             record["tokens_per_s"] = round(self._tokens / stepping, 1)
-            self._progress(step, record, stepping)
+            record["left_s"] = round(stepping / (step - self._start_step) * (self._steps - step), 1)
+            self._reporter.step(step, self._steps, tau=self._tau, **{name: record[name] for name in SHOWN})
+            self._progress(step, record)
         elif kind == "checkpoint":
             self.say(f"step {step}: saved {fields['path']}")
         elif kind == "evaluation":
@@ -146,13 +148,11 @@ class RunEvents:
             self.say(f"step {step}: tau {self._tau:.2f} measured by decoding {fields['prompts']} held-out prompts")
         self._keep(record, step)
 
-    def _progress(self, step: int, record: Mapping[str, object], stepping: float) -> None:
-        done = step - self._start_step
-        left = stepping / done * (self._steps - step)
+    def _progress(self, step: int, record: Mapping[str, Any]) -> None:
         measured = f" (measured {self._tau:.2f})" if self._tau is not None else ""
         line = (
             f"step {step}/{self._steps}  loss {record['loss']:.3f}  tau~{record['tau_estimate']:.2f}{measured}  "
-            f"{record['tokens_per_s']:.0f} tokens/s  data-wait {record['data_wait']:.0%}  ETA {_clock(left)}"
+            f"{record['tokens_per_s']:.0f} tokens/s  data-wait {record['data_wait']:.0%}  ETA {_clock(record['left_s'])}"
         )
         if self._live is not None:
             live = self._live

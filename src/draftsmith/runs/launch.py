@@ -115,7 +115,8 @@ def stop(host: Host, run: str, *, wait_s: float, say: Callable[[str], None]) -> 
         raise RunError(f"{run} cannot be stopped from here: {verdict.line()}; {verdict.evidence[0]}. {verdict.advice}")
     if not verdict.alive:
         return verdict
-    grace = float(seen["record"].get("grace_s", 120))
+    # The supervisor, too, gives what the trainer says that a step and a save need, if that is longer.
+    grace = max(float(seen["record"].get("grace_s", 120)), float(seen["phase"].get("stop_s") or 0.0))
     kill = None if seen["shim"]["same"] else str(int(signal.SIGKILL))
     say(f"asked it to stop; the trainer has {grace:.0f} s to finish its step and save")
     begin, asked = time.monotonic(), False

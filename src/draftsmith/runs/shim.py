@@ -1,7 +1,6 @@
 """The supervisor of a run: standard library only, Python 3.8 or newer, one file that works alone on any Linux host.
 
-    python3 shim.py start < spec.json    begin an attempt, detached from whoever calls; spec: run and argv, and if wanted cwd, env,
-                                         grace_s (120), beat_s (2), disk_mb (100), port
+    python3 shim.py start < spec.json    begin a detached attempt; spec: run, argv, if wanted cwd, env, grace_s, beat_s, disk_mb, port
     python3 shim.py probe RUN [OFFSET]   everything that a verdict needs, read and measured now; and the log from a byte on
     python3 shim.py stop RUN [SIGNAL]    ask the supervisor to end the attempt; without one, signal what it left
 
@@ -177,7 +176,6 @@ class Supervisor:
         self.attempt, self.begin, self.gpus, self.kills = attempt, clock(), gpus(), memory_kills()
         self.log = os.open("log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self.grace, self.pace = float(spec.get("grace_s", 120)), float(spec.get("beat_s", 2))
-        self.status: int | None = None
         self.stop: Json | None = None
         self.killed = self.stacks_asked = False
         self.ticks, self.grew, self.beaten = 0, (0, self.begin), self.begin
@@ -207,12 +205,11 @@ class Supervisor:
             raise
         with suppress(OSError):
             write_json("record.json", {**record, "child": stat_of(self.child.pid)})
-        self.heartbeat()
 
     def watch(self) -> None:
         """Until the trainer has ended: collect the dead, beat, obey a request to stop; then write how it ended."""
-        due = clock() + self.pace
-        while self.status is None:
+        due = 0.0
+        while self.child.returncode is None:
             if self.stop is None and os.path.exists("stop.json"):
                 self.begin_stop(read_json("stop.json"))
             if clock() >= due:
@@ -227,7 +224,7 @@ class Supervisor:
                 sender = read_text(f"/proc/{came.si_pid}/comm").strip()
                 self.begin_stop({"by_pid": came.si_pid, "by_uid": came.si_uid, "by": sender})
             self.reap()
-        status, left_behind = self.status, len(descendants(os.getpid()))
+        status, left_behind = self.child.returncode, len(descendants(os.getpid()))
         self.end_tree()
         code, number = (os.WEXITSTATUS(status), None) if os.WIFEXITED(status) else (None, os.WTERMSIG(status))
         how = {"code": code, "signal": number, "left_behind": left_behind}
@@ -237,7 +234,7 @@ class Supervisor:
         with suppress(ChildProcessError):
             for pid, status in iter(lambda: os.waitpid(-1, os.WNOHANG), (0, 0)):
                 if pid == self.child.pid:
-                    self.status = self.child.returncode = status
+                    self.child.returncode = status
 
     def end_tree(self) -> None:
         """End what the trainer left behind: a wrapper may die of the signal that its own child needs longer for."""
@@ -318,7 +315,10 @@ def start(spec: Json) -> Json:
     if faults:
         return {"ok": False, "error": "; ".join(faults)}
     locks = [os.path.realpath(path) for pattern in LOCKS for path in glob.glob(os.path.expanduser(pattern))]
-    held = {os.path.realpath(link) for link in glob.glob("/proc/[0-9]*/fd/*")} if locks else set()
+    held = set()
+    for link in glob.glob("/proc/[0-9]*/fd/*") if locks else []:
+        with suppress(OSError):
+            held.add(os.readlink(link))
     spec = {"cwd": os.getcwd(), **spec, "stale": [path for path in locks if path not in held]}
     # Its parent, this process, ends at once; the lock lives as long as the supervisor, and no longer.
     with open(os.path.join(run, "attempts", "shim.log"), "wb") as own:
@@ -356,7 +356,7 @@ def probe(run: str, offset: int | None = None) -> Json:
     attempt = found["attempt"] = max(glob.glob(glob.escape(found["run"]) + "/attempts/[0-9]*"), default=None)
     if attempt is None:
         return found
-    found.update({name: read_json(f"{attempt}/{name}.json") for name in ("record", "heartbeat", "phase")})
+    found.update({name: read_json(f"{attempt}/{name}.json") for name in ("record", "heartbeat", "phase", "signal")})
     process = found["record"].get("shim") or {}
     found["shim"] = {"now": stat_of(process.get("pid", 0)), "same": is_same(process)}
     found["left"] = [] if found["shim"]["same"] else members(attempt)

@@ -135,14 +135,13 @@ def _exited(seen: Mapping[str, Any]) -> Verdict | None:
         return verdict(f"the trainer could not be started: {end['not_started']}", "check the command and the folder it runs in")
     code, number = end["code"], end["signal"]
     if number is not None:
-        return _killed(end, number, verdict)
+        return _killed(end, number, _sender(seen), verdict)
     if code == 0 and not stop:
         return verdict("finished", "nothing to do")
     if stop and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT):
         return verdict(f"stopped on request (exit code {code})", "resume it when you like")
     if code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
-        told = phase.get("signal")
-        cause = f"stopped by {_name(code - 128)} from outside, sent by {_who(told) if told else 'an unknown process'}"
+        cause = f"stopped by {_name(code - 128)} from outside, sent by {_sender(seen)}"
         return verdict(cause, "resume it; find out who stops it", *_lines(tail, 3))
     raised = _raised(tail)
     if raised is not None:
@@ -159,7 +158,12 @@ def _exited(seen: Mapping[str, Any]) -> Verdict | None:
     return verdict(f"{what} (exit code {code}): {told}", "see the log", *said)
 
 
-def _killed(end: Mapping[str, Any], number: int, verdict: Any) -> Verdict:
+def _sender(seen: Mapping[str, Any]) -> str:
+    told = seen.get("signal")
+    return _who(told) if told else "an unknown process"
+
+
+def _killed(end: Mapping[str, Any], number: int, sender: str, verdict: Any) -> Verdict:
     kills, tail = end.get("memory_kills", {}), _lines(end.get("tail", ""), 6)
     if number == signal.SIGKILL and end.get("killed"):
         return verdict(
@@ -177,13 +181,15 @@ def _killed(end: Mapping[str, Any], number: int, verdict: Any) -> Verdict:
         )
     if number in CRASHES:
         return verdict(f"crashed in native code ({_name(number)})", "see the stacks in the log and report them", *tail)
-    if end.get("stop"):
+    if end.get("stop") and number != signal.SIGKILL:
         return verdict(
             f"stopped on request, by {_name(number)} before it could save", "resume it from its last checkpoint", *tail
         )
     if number == signal.SIGKILL:
         tail.insert(0, "no process was killed for memory meanwhile")
-    return verdict(f"killed from outside ({_name(number)})", "resume it; find out who kills it", *tail)
+        when = " while it was stopping" if end.get("stop") else ""
+        return verdict(f"killed from outside (SIGKILL){when}", "resume it; find out who kills it", *tail)
+    return verdict(f"killed from outside ({_name(number)}), sent by {sender}", "resume it; find out who kills it", *tail)
 
 
 def _exception(raised: tuple[str, str], code: int, verdict: Any, tail: str) -> Verdict:
@@ -275,6 +281,10 @@ def _cpu(beat: Mapping[str, Any]) -> float:
     return float(beat.get("busy_ticks", 0) / 100 / max(beat.get("seconds", 0), 0.01))
 
 
+def _use(gpu: Mapping[str, Any]) -> str:
+    return "" if gpu["use"] is None else f"{gpu['use']} % busy, "
+
+
 def _by_phase(seen: Mapping[str, Any]) -> Verdict:
     phase, beat, now = seen["phase"], seen["heartbeat"], seen["now"]["boot"]
     begun = seen["record"]["boot"]
@@ -287,7 +297,7 @@ def _by_phase(seen: Mapping[str, Any]) -> Verdict:
         f"log last grew {quiet:.0f} s ago",
     )
     if beat.get("gpus"):
-        told = (f"GPU {i} {gpu['use']} % busy, {gpu['memory']} MiB" for i, gpu in sorted(beat["gpus"].items()))
+        told = (f"GPU {i} {_use(gpu)}{gpu['memory']} MiB" for i, gpu in sorted(beat["gpus"].items()))
         evidence = (*evidence, ", ".join(told))
     if seen["record"].get("stale_locks") and phase.get("name") in ("imports", "model", "compiling"):
         evidence = (
