@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 from draftsmith.config import Config, TargetSection, parse_config
 from draftsmith.draft.model import Drafter, DrafterConfig
+from draftsmith.runs import shim
 from draftsmith.target.load import Target, load_target
 
 torch.set_num_threads(1)
@@ -90,6 +92,15 @@ def until(found: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
             return value
         time.sleep(0.05)
     raise AssertionError(f"never came: {what}")
+
+
+def end_all(run: Path) -> None:
+    """Kill whatever of this test's run still lives, its supervisor first."""
+    for attempt in sorted(run.glob("attempts/0*")):
+        supervisor = shim.read_json(str(attempt / "record.json")).get("shim")
+        if supervisor:
+            shim.send([supervisor], signal.SIGKILL)
+    shim.send(shim.members(str(run / "attempts") + "/"), signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from draftsmith.runs import shim
 from draftsmith.runs.launch import launch, look, look_closely, stop
 from draftsmith.runs.transport import Host, ask
 from draftsmith.runs.verdict import SILENT_AFTER_S, Verdict, judge
-from tests.conftest import until
+from tests.conftest import end_all, until
 
 HERE = Host()
 BEAT_S = 0.2
@@ -69,11 +69,7 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path / "run")
     yield made
-    seen = made.seen
-    for who in ("child", "shim"):
-        if shim.is_same(seen.get("record", {}).get(who)):
-            with suppress(ProcessLookupError):
-                os.kill(seen["record"][who]["pid"], signal.SIGKILL)
+    end_all(made.folder)
 
 
 WAIT = "import time; print('up'); time.sleep(600)"

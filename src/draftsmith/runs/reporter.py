@@ -41,6 +41,7 @@ class RunReporter:
         self._lengths: deque[float] = deque(maxlen=50)
         self._last_step = self._written = self._save_s = 0.0
         self._phase: dict[str, Any] = {}
+        self._figures: dict[str, object] = {}
         self._stacks: TextIO | None = None
 
     @classmethod
@@ -92,7 +93,8 @@ class RunReporter:
         self._last_step = now
         limit = max(SLOWEST_STEP_S, STEP_FACTOR * median(self._lengths)) if self._lengths else DEADLINES["compiling"]
         first = self._phase.get("name") != "training"
-        self._phase = {"name": "training", "boot": now, "deadline": now + limit, "step": step, "steps": steps, **figures}
+        self._phase = {"name": "training", "boot": now, "deadline": now + limit, "step": step, "steps": steps}
+        self._figures = figures
         if first or now - self._written >= WRITE_EVERY_S or step == steps:
             self._write()
 
@@ -105,6 +107,6 @@ class RunReporter:
         self._phase["stop_s"] = STOP_SPARE_S + 2 * (max(self._lengths, default=0.0) + self._save_s)
         aside = self._attempt / ".phase.json.tmp"
         with suppress(OSError):
-            aside.write_text(json.dumps({**self._phase, "pid": os.getpid()}), encoding="utf-8")
+            aside.write_text(json.dumps({**self._figures, **self._phase, "pid": os.getpid()}), encoding="utf-8")
             os.replace(aside, self._attempt / "phase.json")
         self._written = clock()
