@@ -51,6 +51,14 @@ def _root(
 _show_traceback = False
 
 
+class _Stuck(Exception):
+    """The work is done and saved, but a worker's thread will not end."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 @app.command()
 def demo(
     folder: Annotated[Path, typer.Option(help="Where everything goes; an interrupted demo goes on from there.")] = Path(
@@ -92,7 +100,7 @@ def train(
         _say(f"done: {outcome.step} steps, drafter in {settings.run.dir}/checkpoint-{outcome.step}")
     code = _exit_code(outcome.signal_number)
     if outcome.stuck:
-        _leave(code)
+        raise _Stuck(code)
     raise typer.Exit(code)
 
 
@@ -169,21 +177,28 @@ def _exit_code(signal_number: int | None) -> int:
     return 0 if signal_number is None else 128 + signal_number
 
 
-def _leave(code: int) -> None:
-    """End the process even if a worker is stuck in foreign code; everything worth keeping is already on disk."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with the codes named above."""
     reporter = RunReporter.from_environment()
     reporter.phase("interpreter")
     if reporter.supervised:
         record_senders(reporter.signalled)
+    code, stuck = _run(arguments)
+    reporter.ended(code)
+    if stuck:
+        # Even if a worker is stuck in foreign code; everything worth keeping is already on disk.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run(arguments: list[str] | None) -> tuple[int, bool]:
+    """The exit code, and whether a thread may be left that does not end."""
     try:
         code: Any = app(args=arguments, standalone_mode=False)
+    except _Stuck as ended:
+        return ended.code, True
     except DraftsmithError as error:
         if _show_traceback:
             raise
@@ -191,19 +206,18 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"error: {error}{notes}", file=sys.stderr)
         if isinstance(error, PipelineError):
             print("run again as `draftsmith --traceback …` to see where", file=sys.stderr)
-            _leave(error.exit_code)
-        sys.exit(error.exit_code)
+        return error.exit_code, isinstance(error, PipelineError)
     except KeyboardInterrupt:
         print("interrupted; nothing was left half-written", file=sys.stderr)
-        sys.exit(130)
+        return 130, False
     except Exception as error:
         show = getattr(error, "show", None)
         if show is not None:  # typer's usage errors know how to show themselves
             show()
-            sys.exit(2)
+            return 2, False
         if _show_traceback:
             raise
         print(f"error: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         print("this was not foreseen; run again as `draftsmith --traceback …` to see where", file=sys.stderr)
-        sys.exit(1)
-    sys.exit(code if isinstance(code, int) else 0)
+        return 1, False
+    return (code if isinstance(code, int) else 0), False

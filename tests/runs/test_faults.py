@@ -26,6 +26,8 @@ from tests.conftest import end_all, until
 
 HERE = Host()
 BEAT_S = 0.2
+# So soon the verdict names the cause.
+WITHIN_S = 10.0
 pytestmark = pytest.mark.process
 
 
@@ -57,7 +59,7 @@ class Run:
             return verdict if verdict.name == name and cause in verdict.cause else None
 
         try:
-            return until(found, f"{name}: {cause}")
+            return until(found, f"{name}: {cause}", seconds=WITHIN_S)
         except AssertionError as error:
             raise AssertionError(f"{error}; it is {self.verdict()}") from None
 
@@ -541,7 +543,7 @@ def test_a_caller_that_is_gone_changes_nothing(run: Run) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     words = [sys.executable, shim.__file__, "supervise", str(run.folder)]
-    told = {"argv": ["sleep", "1"], "cwd": "/", "beat_s": BEAT_S, "stale": []}
+    told = {"argv": ["sleep", "1"], "cwd": "/", "beat_s": BEAT_S, "seen": {}}
     subprocess.run(words, input=json.dumps(told).encode(), stdout=writer, check=True, timeout=30)
     os.close(writer)
     assert run.verdict().cause == "finished"

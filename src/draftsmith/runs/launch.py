@@ -117,23 +117,24 @@ def stop(host: Host, run: str, *, wait_s: float, say: Callable[[str], None]) -> 
         return verdict
     # The supervisor, too, gives what the trainer says that a step and a save need, if that is longer.
     grace = max(float(seen["record"].get("grace_s", 120)), float(seen["phase"].get("stop_s") or 0.0))
-    kill = None if seen["shim"]["same"] else str(int(signal.SIGKILL))
     say(f"asked it to stop; the trainer has {grace:.0f} s to finish its step and save")
-    begin, asked = time.monotonic(), False
+    begin, asked, told = time.monotonic(), False, False
     while verdict.alive:
         waited = time.monotonic() - begin
         if waited > wait_s + grace:
             raise RunError(f"{run} still lives {wait_s + grace:.0f} s after the stop: {verdict.line()}")
         try:
-            if not asked:
+            # Its supervisor may be killed at any moment, after it took the request too; then the trainer is told directly.
+            orphaned = not seen["shim"]["same"]
+            if not asked or (orphaned and not told):
                 ask(host, ["stop", run])
-                asked = True
-            elif kill is not None and waited > grace:
-                ask(host, ["stop", run, kill])
+                asked, told = True, orphaned
+            elif orphaned and waited > grace:
+                ask(host, ["stop", run, str(int(signal.SIGKILL))])
         except Unreachable as error:
             raise RunError(f"{host.name} stopped answering ({error}); ask again when it does") from error
         time.sleep(POLL_S)
-        verdict = look(host, run)
+        verdict, seen = look_closely(host, run)
         if verdict.name == "unreachable":
             raise RunError(f"{host.name} stopped answering ({verdict.evidence[0]}); the stop was asked for")
     return verdict

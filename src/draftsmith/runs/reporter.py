@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-from draftsmith.runs.shim import ATTEMPT, clock, read_text, write_json
+from draftsmith.runs.shim import ATTEMPT, clock, read_json, read_text, write_json
 
 # Seconds a phase may take before a reader calls it late; steps have 10 times their own median.
 DEADLINES = {
@@ -97,6 +97,13 @@ class RunReporter:
         self._figures = figures
         if first or now - self._written >= WRITE_EVERY_S or step == steps:
             self._write()
+
+    def ended(self, code: int) -> None:
+        """The last word: the exit code, beside whatever phase the process was in, for a reader whose supervisor was killed."""
+        if self._attempt is not None:
+            file = str(self._attempt / "phase.json")
+            with suppress(OSError):
+                write_json(file, {**read_json(file), "ended": code})
 
     def _write(self) -> None:
         if self._attempt is None:

@@ -189,10 +189,7 @@ class Supervisor:
         own = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", ATTEMPT: attempt}
         env, cwd, argv = {**os.environ, **spec.get("env", {}), **own}, spec["cwd"], spec["argv"]
         shown = {k: redact(f"{k}={v}")[len(k) + 1 :] for k, v in sorted(env.items()) if SHOWN_ENV.match(k)}
-        record: Json = {"argv": redact("\0".join(argv)).split("\0"), "cwd": cwd, "env": shown, "stale_locks": spec["stale"]}
-        with suppress(OSError, subprocess.SubprocessError):
-            git = ["git", "-C", cwd, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-            record["commit"] = subprocess.run(git, capture_output=True, check=True, timeout=20).stdout.decode().strip()
+        record: Json = {"argv": redact("\0".join(argv)).split("\0"), "cwd": cwd, "env": shown, **spec["seen"]}
         record.update(place=place(), user=os.getuid(), wall=time.time(), boot=self.begin, log=log_state("log"))
         record.update(grace_s=self.grace, beat_s=self.pace, gpus=self.gpus, shim=stat_of(os.getpid()))
         write_json("record.json", record)
@@ -319,7 +316,10 @@ def start(spec: Json) -> Json:
     for link in glob.glob("/proc/[0-9]*/fd/*") if locks else []:
         with suppress(OSError):
             held.add(os.readlink(link))
-    spec = {"cwd": os.getcwd(), **spec, "stale": [path for path in locks if path not in held]}
+    spec = {"cwd": os.getcwd(), **spec, "seen": {"stale_locks": [path for path in locks if path not in held]}}
+    with suppress(OSError, subprocess.SubprocessError):
+        git = ["git", "-C", spec["cwd"], "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        spec["seen"]["commit"] = subprocess.run(git, capture_output=True, check=True, timeout=20).stdout.decode().strip()
     # Its parent, this process, ends at once; the lock lives as long as the supervisor, and no longer.
     with open(os.path.join(run, "attempts", "shim.log"), "wb") as own:
         streams: Json = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": own, "pass_fds": [lock]}

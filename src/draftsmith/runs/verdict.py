@@ -25,7 +25,7 @@ Name = Literal[
     "compiling",
     "running",
 ]
-SILENT_AFTER_S, STARTING_S = 60.0, 10.0
+SILENT_AFTER_S, STARTING_S = 60.0, 5.0
 FULL_BYTES, GPU_SLACK_MB = 2**20, 512
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 RAISED = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Closed))\b:?(.*)$", re.MULTILINE)
@@ -247,6 +247,10 @@ def _unsupervised(seen: Mapping[str, Any]) -> Verdict | None:
         pids = ", ".join(str(process["pid"]) for process in seen["left"])
         cause = f"the trainer goes on without it (pid {pids})"
         return Verdict("supervisor killed", cause, evidence, "let it end, or stop it; then resume", alive=True)
+    code = seen["phase"].get("ended")
+    if code is not None:
+        cause = f"the trainer went on and ended by itself (exit code {code})"
+        return Verdict("supervisor killed", cause, evidence, "nothing to do" if code == 0 else "see the log", code=code)
     return Verdict("supervisor killed", "and the trainer with it", evidence, "resume it; find out who kills it")
 
 
