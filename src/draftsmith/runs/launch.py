@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.errors import RunError
@@ -14,6 +15,12 @@ Level = Literal["start", "imports", "model", "step"]
 ORDER = ("interpreter", "imports", "preparing", "model", "compiling", "training", "saving", "evaluating")
 REACHED: Mapping[Level, str] = {"imports": "imports", "model": "model", "step": "training"}
 POLL_S, RETRY_S = 0.2, 5.0
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Launched runs: the folder itself, those in it and one level further down."""
+    found = [path for pattern in ("", "*/", "*/*/") for path in folder.glob(pattern + "attempts/0001")]
+    return sorted(path.parent.parent for path in found)
 
 
 def look(host: Host, run: str) -> Verdict:

@@ -51,6 +51,7 @@ def figures(seen: Mapping[str, Any]) -> dict[str, str]:
     elif beat.get("boot"):
         rows["heartbeat"] = f"{span(now - beat['boot'])} ago, {beat.get('rss', 0) / 2**20:,.0f} MiB"
     if record.get("commit"):
-        rows["commit"] = str(record["commit"])
+        commit, _, changed = str(record["commit"]).partition("-")
+        rows["commit"] = commit[:12] + (" and changes" if changed else "")
     rows["log"] = f"{seen['attempt']}/log"
     return rows

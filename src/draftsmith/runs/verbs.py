@@ -206,9 +206,9 @@ def list_runs(folder: Annotated[Path, typer.Argument(help="Where to look.")] = P
 
     Example: `draftsmith list runs`
     """
-    found = sorted({path.parent.parent for path in folder.glob("**/attempts/0001")})
+    found = launching.find_runs(folder)
     for run in found:
-        _say(f"{run}: {launching.look(Host(), str(run.resolve())).line()}")
+        _print(_title(str(run), launching.look(Host(), str(run.resolve()))))
     if not found:
         _say(f"no launched run below {folder}")
 
@@ -264,9 +264,22 @@ def clean(
         _say("nothing was touched; add --yes to end and remove these")
 
 
+def dashboard(
+    folder: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("runs"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free one.")] = 8123,
+) -> None:
+    """Show the runs below a folder, live, on a page for this machine's browsers. Read-only.
+
+    Example: `draftsmith dashboard runs`, and from elsewhere `ssh -L 8123:localhost:8123 gpu-box`
+    """
+    from draftsmith.runs.dashboard import serve
+
+    serve(folder, port, lambda url: _say(f"{url} shows the runs below {folder}; Ctrl-C ends it"))
+
+
 def register(app: typer.Typer) -> None:
     """Add the verbs to the command line."""
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(launch)
-    for verb in (status, why, logs, stop, resume, doctor, clean):
+    for verb in (status, why, logs, stop, resume, doctor, clean, dashboard):
         app.command()(verb)
     app.command("list")(list_runs)

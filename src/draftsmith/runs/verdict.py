@@ -297,7 +297,7 @@ def _by_phase(seen: Mapping[str, Any]) -> Verdict:
     since = now - phase["boot"] if phase else now - begun
     evidence: tuple[str, ...] = (
         f"phase: {_phase(phase)}, for {since:.0f} s",
-        f"{beat.get('processes', '?')} processes, {beat.get('rss', 0) / 2**20:.0f} MiB, {busy}",
+        f"processes: {beat.get('processes', '?')}, {beat.get('rss', 0) / 2**20:.0f} MiB, {busy}",
         f"log last grew {quiet:.0f} s ago",
     )
     if beat.get("gpus"):
