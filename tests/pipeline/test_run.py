@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from draftsmith.build import jobs, resume
 from draftsmith.build import run as build
 from draftsmith.checkpoint import save as checkpoints
 from draftsmith.checkpoint.export import load_drafter
+from draftsmith.compiling.compiler import Compiler
 from draftsmith.config import Config, parse_config
 from draftsmith.errors import CheckpointError, ConfigError, DataError, PipelineError, ReplicaError, UsageError
 from draftsmith.pipeline import coordinator as coordinating
@@ -417,6 +419,28 @@ def test_metrics_that_cannot_be_written_do_not_stop_the_run(
     monkeypatch.setattr(build.RunEvents, "__enter__", enter)
     assert build.train(small_config, resume=None, say=quiet).step == 8
     assert capsys.readouterr().out.count("cannot be written (No space left on device)") == 1
+
+
+def test_a_run_that_compiles_in_its_middle_says_so(small_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its supervisor would else find a step that takes too long."""
+    original, calls, phases = Compiler.run, [0], []
+
+    def run(self: Compiler, work: Callable[[], object], unforeseen: Callable[[], None]) -> object:
+        calls[0] += 1
+        if calls[0] == 5:
+            unforeseen()
+        return original(self, work)
+
+    class Noted(build.RunEvents):
+        def emit(self, kind: str, fields: dict) -> None:  # type: ignore[override]
+            super().emit(kind, fields)
+            phases.extend([fields] if kind == "phase" else [])
+
+    monkeypatch.setattr(Compiler, "run", run)
+    monkeypatch.setattr(build, "RunEvents", Noted)
+    build.train(small_config, resume=None, say=quiet)
+    assert [p["name"] for p in phases].count("compiling") == 1
+    assert next(p["step"] for p in phases if p["name"] == "compiling") in (1, 2)
 
 
 @pytest.mark.compiled

@@ -74,10 +74,11 @@ class Compiler:
             yield
             self.metrics.planned += self._began
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T], unforeseen: Callable[[], None] = lambda: None) -> T:
         """Do `work` together with the other threads; if it needs a new graph, once more from its start, alone.
 
-        `work` must leave no trace when its first compiled call raises. Raises CompileError for an unplanned graph where the
+        `work` must leave no trace when its first compiled call raises; `unforeseen` is called before it is tried again, which may take
+        minutes. Raises CompileError for an unplanned graph where the
         run was told to stop at one.
         """
         if not self.enabled:
@@ -95,6 +96,7 @@ class Compiler:
                 f"{threading.current_thread().name} needs a graph that was not planned ({reason}); "
                 "add its shape to data.buckets, or set compile.unplanned=warn"
             )
+        unforeseen()
         with self._compiling():
             result = work()
             # Another thread may have compiled the same graph while this one waited for its turn.

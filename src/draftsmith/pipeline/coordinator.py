@@ -15,7 +15,18 @@ from draftsmith.errors import PipelineError, ReplicaError
 from draftsmith.pipeline.channel import Channel, ChannelClosed
 from draftsmith.pipeline.replicas import GradientExchange, Replica
 from draftsmith.pipeline.signals import StopRequest
-from draftsmith.pipeline.workers import DrafterWorker, Event, Failed, Job, Ready, StepDone, TargetWorker, Wake, Worker
+from draftsmith.pipeline.workers import (
+    Compiling,
+    DrafterWorker,
+    Event,
+    Failed,
+    Job,
+    Ready,
+    StepDone,
+    TargetWorker,
+    Wake,
+    Worker,
+)
 from draftsmith.types import Batch
 
 STOP_SECONDS = 4.0
@@ -138,6 +149,8 @@ class Coordinator:
             event = self._next_event()
             if isinstance(event, Failed):
                 raise self._blame(event)
+            if isinstance(event, Compiling):
+                self._emit("phase", {"name": "compiling", "step": step})
             if isinstance(event, StepDone):
                 assert event.step == step, f"replica {event.rank} reported step {event.step} during {step}"
                 done.append(event)

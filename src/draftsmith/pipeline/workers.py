@@ -75,7 +75,14 @@ class Wake:
     """Nothing but a reason for the coordinator to look up: a stop was asked for."""
 
 
-Event = StepDone | Warmed | Ready | Failed | Wake
+@dataclass(frozen=True)
+class Compiling:
+    """A worker needs a graph that no warm-up foresaw; its step takes as long as compiling does."""
+
+    worker: str
+
+
+Event = StepDone | Warmed | Ready | Failed | Wake | Compiling
 
 
 class Worker(threading.Thread):
@@ -152,7 +159,8 @@ class DrafterWorker(Worker):
         plan, channel = self._job.plan, self._channel
         begin, waited = time.perf_counter(), channel.get_wait_s
         # The channel is waited for outside the gate, and each pack is let in by itself.
-        results = [self._job.compiler.run(partial(self._run, channel.get())) for _ in range(plan.share)]
+        compiler, told = self._job.compiler, partial(self._events.put, Compiling(self.name))
+        results = [compiler.run(partial(self._run, channel.get()), told) for _ in range(plan.share)]
         result = sum(results[1:], start=results[0])
         lr = learning_rate(step, peak=self._job.peak_lr, steps=plan.steps, warmup=self._job.warmup)
         norm = self._replica.update(self._exchange, result.weight_sum, lr)
