@@ -31,7 +31,13 @@ class TargetSection(Section):
 class DataSection(Section):
     """Training text and how it is packed."""
 
-    train: list[str] = Field(min_length=1, description="JSONL files with `messages` or `text`")
+    train: list[str] = Field(
+        min_length=1,
+        description=".jsonl, .json, .parquet, saved datasets or hf:NAME:SPLIT, with `messages`, `conversations` or `text`",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="told to the chat template for every row, for example {enable_thinking: false}; a row's own win"
+    )
     longest: int = Field(default=3072, ge=2, description="longer samples are cut; the largest bucket when buckets are chosen")
     buckets: Literal["auto"] | list[int] = Field(
         default="auto", description="context lengths of packs; auto chooses from the data"

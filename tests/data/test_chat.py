@@ -1,14 +1,16 @@
 """Which tokens are supervised, what is skipped, and what is refused."""
 
 import json
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data.chat import encode_files, encode_prompt, encode_record
-from draftsmith.data.text import Record, read_records, write_records
+from draftsmith.data.chat import ChatFormat, encode_files, encode_record
+from draftsmith.data.text import Record
 from draftsmith.errors import DataError
 from tests.conftest import MARKED_TEMPLATE, PLAIN_TEMPLATE, REWRITING_TEMPLATE, byte_tokenizer
 
@@ -21,6 +23,10 @@ CHAT = (
 )
 
 
+def spoken(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+    return ChatFormat(tokenizer, frozenset({int(tokenizer.eos_token_id)}))
+
+
 def record(*messages: dict[str, str]) -> Record:
     return Record("f:1", messages, None)
 
@@ -28,7 +34,7 @@ def record(*messages: dict[str, str]) -> Record:
 @pytest.mark.parametrize("template", [MARKED_TEMPLATE, PLAIN_TEMPLATE])
 def test_exactly_what_the_assistant_wrote_is_supervised_end_of_turn_included(template: str) -> None:
     tokenizer = byte_tokenizer(template)
-    document, _ = encode_record(tokenizer, record(*CHAT), {int(tokenizer.eos_token_id)})
+    document, _ = encode_record(spoken(tokenizer), record(*CHAT))
     assert (
         document.ids.tolist()
         == tokenizer(str(tokenizer.apply_chat_template(list(CHAT), tokenize=False)), add_special_tokens=False)["input_ids"]
@@ -46,8 +52,7 @@ def test_exactly_what_the_assistant_wrote_is_supervised_end_of_turn_included(tem
 
 def test_both_ways_of_masking_agree() -> None:
     marked, plain = (byte_tokenizer(t) for t in (MARKED_TEMPLATE, PLAIN_TEMPLATE))
-    ends = {int(marked.eos_token_id)}
-    one, two = (encode_record(t, record(*CHAT), ends)[0] for t in (marked, plain))
+    one, two = (encode_record(spoken(t), record(*CHAT))[0] for t in (marked, plain))
     assert torch.equal(one.ids, two.ids)
     assert torch.equal(one.loss_mask, two.loss_mask)
 
@@ -57,7 +62,7 @@ def test_turns_that_a_template_rewrites_are_context_and_never_supervised() -> No
     thinking = [dict(m) for m in CHAT]
     thinking[2]["content"] = "hm</think>hello"
     thinking[4]["content"] = "so</think>bye"
-    document, rewritten = encode_record(tokenizer, record(*thinking), {int(tokenizer.eos_token_id)})
+    document, rewritten = encode_record(spoken(tokenizer), record(*thinking))
     assert rewritten == 1
     assert tokenizer.decode(document.ids[document.loss_mask].tolist()) == "so</think>bye<|im_end|>"
 
@@ -65,7 +70,7 @@ def test_turns_that_a_template_rewrites_are_context_and_never_supervised() -> No
 @pytest.mark.parametrize("marker", ["{%- generation -%}", "{%generation%}", "{% generation -%}"])
 def test_markers_are_recognised_however_they_are_written(marker: str) -> None:
     template = MARKED_TEMPLATE.replace("{% generation %}", marker)
-    document, _ = encode_record(byte_tokenizer(template), record(*CHAT), set())
+    document, _ = encode_record(ChatFormat(byte_tokenizer(template)), record(*CHAT))
     assert document.loss_mask.any(), "without end ids the prefix way would supervise the newline too"
     assert int(document.loss_mask.sum()) == len("hello") + len("no\nmore") + 2
 
@@ -79,7 +84,7 @@ def test_chats_that_the_template_refuses_are_skipped_and_counted(tmp_path: Path)
     bad = {"messages": [answer, user]}
     surrogate = {"messages": [user, {"role": "assistant", "content": "\ud800"}]}
     path = rows(tmp_path / "d.jsonl", bad, {"messages": [user, answer]}, surrogate)
-    documents, counts = encode_files(tokenizer, [path], longest=100, vocab_size=264, ends={int(tokenizer.eos_token_id)})
+    documents, counts = encode_files(spoken(tokenizer), [path], longest=100, vocab_size=264)
     assert [d.name.rpartition(":")[2] for d in documents] == ["2"]
     assert counts.skipped == {"refused by the chat template": 2}
 
@@ -89,24 +94,26 @@ def test_a_template_that_prints_the_date_gives_the_runs_own_day() -> None:
     tokenizer = byte_tokenizer(template)
     chat = [{"role": "user", "content": "hi"}]
     day = date(2031, 4, 9)
-    assert tokenizer.decode(encode_prompt(tokenizer, chat, day)).startswith("09 Apr 2031")
-    document, _ = encode_record(tokenizer, record(*CHAT), {int(tokenizer.eos_token_id)}, day)
+    assert tokenizer.decode(ChatFormat(tokenizer, day=day).prompt(chat)).startswith("09 Apr 2031")
+    document, _ = encode_record(replace(spoken(tokenizer), day=day), record(*CHAT))
     assert tokenizer.decode(document.ids.tolist()).startswith("09 Apr 2031")
     assert document.loss_mask.any()
 
 
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(DataError, match="has no chat template"):
-        encode_record(byte_tokenizer(None), record(*CHAT), set())
+        encode_record(ChatFormat(byte_tokenizer(None)), record(*CHAT))
 
 
 def test_prompt_ends_where_the_assistant_starts() -> None:
     tokenizer = byte_tokenizer()
-    assert tokenizer.decode(encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])).endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(ChatFormat(tokenizer).prompt([{"role": "user", "content": "hi"}])).endswith(
+        "<|im_start|>assistant\n"
+    )
 
 
 def test_plain_text_is_supervised_throughout() -> None:
-    document, _ = encode_record(byte_tokenizer(), Record("f:1", None, "abc"), set())
+    document, _ = encode_record(ChatFormat(byte_tokenizer()), Record("f:1", None, "abc"))
     assert document.loss_mask.tolist() == [True] * 3
 
 
@@ -130,7 +137,7 @@ def test_odd_samples_are_cut_or_skipped_by_rule_and_counted(tmp_path: Path) -> N
         {"text": "x"},
         {"text": "xy"},
     )
-    documents, counts = encode_files(tokenizer, [path], longest=100, vocab_size=264, ends={int(tokenizer.eos_token_id)})
+    documents, counts = encode_files(spoken(tokenizer), [path], longest=100, vocab_size=264)
     assert [d.name.rpartition(":")[2] for d in documents] == ["1", "5", "8"]
     assert documents[1].ids.numel() == 100
     assert (counts.rows, counts.used, counts.cut) == (8, 3, 2)
@@ -144,43 +151,10 @@ def test_odd_samples_are_cut_or_skipped_by_rule_and_counted(tmp_path: Path) -> N
 def test_a_dataset_with_nothing_to_learn_is_an_error(tmp_path: Path) -> None:
     path = rows(tmp_path / "d.jsonl", {"messages": [{"role": "user", "content": "q"}]})
     with pytest.raises(DataError, match="no sample in .* has a supervised token"):
-        encode_files(byte_tokenizer(), [path], longest=100, vocab_size=264, ends=set())
+        encode_files(ChatFormat(byte_tokenizer()), [path], longest=100, vocab_size=264)
 
 
 def test_report_c_an_id_outside_the_target_names_the_sample(tmp_path: Path) -> None:
     path = rows(tmp_path / "d.jsonl", {"text": "fine"}, {"text": "bad <|im_end|>"})
     with pytest.raises(DataError, match=r"d\.jsonl:2: token id 256 is outside the target's 256 embedding rows"):
-        encode_files(byte_tokenizer(), [path], longest=100, vocab_size=256, ends=set())
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("{not json", "d.jsonl:2: not JSON"),
-        ("[1]", "d.jsonl:2: expected a JSON object"),
-        ('{"prompt": "x"}', "row has keys"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "'messages' must be"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "'messages' must be"),
-        ('{"messages": "hi"}', "'messages' must be"),
-        ('{"text": 5}', "row has keys"),
-    ],
-)
-def test_malformed_rows_name_file_line_and_fault(tmp_path: Path, line: str, words: str) -> None:
-    path = tmp_path / "d.jsonl"
-    path.write_text('{"text": "ok"}\n' + line + "\n")
-    with pytest.raises(DataError) as caught:
-        list(read_records(path))
-    assert words in str(caught.value)
-
-
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "latin").write_bytes(b'{"text": "\xe9"}')
-    for path, words in [(tmp_path / "none", "does not exist"), (tmp_path, "is a folder"), (tmp_path / "latin", "not UTF-8")]:
-        with pytest.raises(DataError, match=words):
-            list(read_records(path))
-
-
-def test_records_round_trip(tmp_path: Path) -> None:
-    chats = [[{"role": "user", "content": 'ü\n"x"'}, {"role": "assistant", "content": "y"}]]
-    write_records(tmp_path / "sub" / "c.jsonl", chats)
-    assert [list(r.messages or ()) for r in read_records(tmp_path / "sub" / "c.jsonl")] == chats
+        encode_files(ChatFormat(byte_tokenizer()), [path], longest=100, vocab_size=256)

@@ -13,7 +13,7 @@ from transformers import Qwen3ForCausalLM
 
 from draftsmith import build
 from draftsmith.config import parse_config
-from draftsmith.data.chat import encode_prompt
+from draftsmith.data.chat import ChatFormat
 from draftsmith.decode.acceptance import accept_greedy
 from draftsmith.decode.respond import write_responses
 from draftsmith.decode.speculate import Decoded, Speculator, decode_plain
@@ -140,7 +140,7 @@ def test_sliding_layers_decode_losslessly(target: Target) -> None:
 def test_responses_are_the_targets_own_greedy_answers(tmp_path: Path) -> None:
     target = load_fp32(save_target(tmp_path / "t", seed=4))
     asked = [
-        encode_prompt(target.tokenizer, [{"role": "user", "content": q}]) for q in ("hello", "a", "count from 5", "zzz zz")
+        ChatFormat(target.tokenizer).prompt([{"role": "user", "content": q}]) for q in ("hello", "a", "count from 5", "zzz zz")
     ]
     # Make an end likely, so that finished and unfinished answers both occur.
     free = [decode_plain(target, ids, 40).ids for ids in asked]

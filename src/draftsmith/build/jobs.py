@@ -10,7 +10,7 @@ from draftsmith.build.plan import resolve_devices
 from draftsmith.checkpoint import save as checkpoints
 from draftsmith.checkpoint.export import Format, Precision, export_drafter, load_drafter
 from draftsmith.config import TargetSection
-from draftsmith.data.chat import encode_prompt
+from draftsmith.data.chat import ChatFormat
 from draftsmith.decode.speculate import Decoded, Speculator, check_pair
 from draftsmith.errors import UsageError
 from draftsmith.evaluate.report import read_metrics, write_report
@@ -29,7 +29,7 @@ def load_pair(target: str, drafter: Path, *, dtype: Precision = "bf16", device: 
 
 def generate(target: Target, speculator: Speculator, prompt: str, max_new_tokens: int) -> tuple[str, Decoded]:
     """The target's answer to one user message, and how it was decoded."""
-    ids = encode_prompt(target.tokenizer, [{"role": "user", "content": prompt}])
+    ids = ChatFormat(target.tokenizer).prompt([{"role": "user", "content": prompt}])
     decoded = speculator.decode(ids, max_new_tokens)
     return str(target.tokenizer.decode(decoded.ids, skip_special_tokens=True)), decoded
 

@@ -3,14 +3,14 @@
 import hashlib
 from dataclasses import asdict, dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.compiling.buckets import choose_buckets
-from draftsmith.config import Config, DraftSection
-from draftsmith.data.chat import DataCounts, encode_files
+from draftsmith.config import Config, DataSection, DraftSection
+from draftsmith.data.chat import ChatFormat, DataCounts, encode_files
+from draftsmith.data.files import is_there
 from draftsmith.data.packing import PackingReport, pack
 from draftsmith.draft.loss import CHUNK_ELEMENTS, default_gamma
 from draftsmith.draft.model import FULL, Drafter, DrafterConfig, default_target_layer_ids
@@ -73,6 +73,11 @@ def drafter_config(section: DraftSection, target: Target) -> tuple[DrafterConfig
     return config, how
 
 
+def chat_format(target: Target, section: DataSection, day: date | None = None) -> ChatFormat:
+    """How the target is spoken to in training, in evaluation, and when it writes answers: the same everywhere."""
+    return ChatFormat(target.tokenizer, target.end_ids, day, section.chat_template_kwargs)
+
+
 def data_digest(packs: list[Tokens]) -> str:
     """SHA-256 over ids and loss masks of all packs: resuming on other data would silently be another run."""
     digest = hashlib.sha256()
@@ -113,6 +118,10 @@ class Resolved:
     mask_choice: str
     plan: Plan
     settings: StepSettings
+
+    def chat(self) -> ChatFormat:
+        """How this run speaks to its target."""
+        return chat_format(self.targets[0], self.config.data, self.day)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to continue this run exactly."""
@@ -206,8 +215,11 @@ def _check_files(config: Config) -> None:
     # Before the target loads: a typing error should not cost a minute.
     for key, paths in (("data.train", config.data.train), ("evaluate.prompts", [config.evaluate.prompts])):
         for path in paths:
-            if path is not None and not Path(path).is_file():
-                raise ConfigError(f"{key} names '{path}', which is not an existing file; give JSONL files")
+            if path is not None and not is_there(path):
+                raise ConfigError(
+                    f"{key} names '{path}', which does not exist; give a .jsonl, .json or .parquet file, a folder written by datasets' "
+                    "save_to_disk, or hf:NAME:SPLIT"
+                )
 
 
 def resolve(config: Config, day: date | None = None) -> Resolved:
@@ -229,12 +241,10 @@ def resolve(config: Config, day: date | None = None) -> Resolved:
     targets = load_target(config.target, target_devices)
     drafter, mask_choice = drafter_config(config.draft, targets[0])
     documents, counts = encode_files(
-        targets[0].tokenizer,
-        [Path(p) for p in config.data.train],
+        chat_format(targets[0], config.data, day),
+        config.data.train,
         longest=config.data.longest if config.data.buckets == "auto" else max(config.data.buckets),
         vocab_size=targets[0].vocab_size,
-        ends=set(targets[0].end_ids),
-        day=day,
     )
     train = config.train
     buckets = config.data.buckets

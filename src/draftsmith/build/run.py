@@ -160,7 +160,7 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
             say(line)
         prompts = []
         if config.evaluate.prompts is not None:
-            prompts = load_prompts(run.targets[0], Path(config.evaluate.prompts), config.evaluate.count, run.day)
+            prompts = load_prompts(run.targets[0], config.evaluate.prompts, config.evaluate.count, run.chat())
         replicas = build_replicas(run, checkpoint)
         checkpoints.require_space(root, 2 * checkpoints.checkpoint_bytes(replicas[0].weights()))
         _write_config(config, root)

@@ -15,8 +15,8 @@ import torch
 from draftsmith import build
 from draftsmith.checkpoint.export import load_drafter
 from draftsmith.config import Config, TargetSection, parse_config
-from draftsmith.data.chat import encode_prompt
-from draftsmith.data.text import read_records, write_records
+from draftsmith.data.chat import ChatFormat
+from draftsmith.data.files import read_records, write_records
 from draftsmith.decode.respond import write_responses
 from draftsmith.decode.speculate import FeatureFilter, Speculator
 from draftsmith.demo import tasks
@@ -86,7 +86,7 @@ def _write_data(folder: Path, target: Target, recipe: DemoRecipe, say: Say) -> N
             say(f"responses: {done}/{total} written by the target, {time.perf_counter() - begin:.0f} s")
 
     chats = [task.messages() for task in train]
-    prompts = [encode_prompt(target.tokenizer, chat[:-1]) for chat in chats]
+    prompts = [ChatFormat(target.tokenizer).prompt(chat[:-1]) for chat in chats]
     answers = write_responses(target, prompts, max_new_tokens=recipe.max_new_tokens, progress=progress)
     # An answer that did not end in time teaches the drafter to loop; it is left out.
     answered = [[*c[:-1], {"role": "assistant", "content": a}] for c, a in zip(chats, answers, strict=True) if a is not None]

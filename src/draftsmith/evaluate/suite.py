@@ -3,14 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from statistics import mean
 
 from jinja2 import TemplateError
 
-from draftsmith.data.chat import encode_prompt
-from draftsmith.data.text import read_records
+from draftsmith.data.chat import ChatFormat
+from draftsmith.data.files import read_records
 from draftsmith.decode.speculate import Decoded, Speculator, check_prompt, decode_plain
 from draftsmith.errors import DataError, UsageError
 from draftsmith.target.load import Target
@@ -56,22 +55,23 @@ def repeated_4gram_share(ids: Sequence[int]) -> float:
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def load_prompts(target: Target, path: Path, count: int, day: date | None = None) -> list[Prompt]:
-    """The first `count` chats of a JSONL file up to their last assistant turn, whose content is the expected answer.
+def load_prompts(target: Target, path: Path | str, count: int, chat: ChatFormat | None = None) -> list[Prompt]:
+    """The first `count` chats of a source up to their last assistant turn, whose content is the expected answer.
 
     Raises DataError naming the line of a prompt that cannot be decoded.
     """
+    chat = chat or ChatFormat(target.tokenizer)
     prompts = []
     for record in read_records(path):
         if record.messages is None:
             text = record.text or ""
-            prompts.append(Prompt(text, target.tokenizer(text, add_special_tokens=False)["input_ids"]))
+            prompts.append(Prompt(text, chat.ids(text)))
         else:
             messages = list(record.messages)
             expected = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
             asked = messages[-1]["content"] if messages else ""
             try:
-                ids = encode_prompt(target.tokenizer, messages, day)
+                ids = chat.prompt(messages, record)
             except (TemplateError, ValueError, TypeError) as error:
                 raise DataError(
                     f"{record.name}: the chat template refuses this prompt ({error}); mend or remove the row"
