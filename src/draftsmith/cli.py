@@ -170,6 +170,48 @@ def export(
     _say(f"exported to {out}")
 
 
+data_app = typer.Typer(no_args_is_help=True, help="Look at training data.")
+
+
+@data_app.command("inspect")
+def inspect_data(
+    source: Annotated[str, typer.Argument(help="A .jsonl, .json or .parquet file, a saved dataset, or hf:NAME:SPLIT.")],
+    target: TargetOption,
+    longest: Annotated[int, typer.Option(min=2, help="Tokens kept of a sample; the largest bucket.")] = 3072,
+    show: Annotated[int, typer.Option(min=0, help="Samples shown whole, and reasons of dropped rows.")] = 3,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows read at most.")] = None,
+    thinking: Annotated[bool | None, typer.Option(help="What the template is told as enable_thinking.")] = None,
+) -> None:
+    """Show what a training file teaches: lengths, what is dropped and why, and chats with the supervised tokens marked.
+
+    Example: `draftsmith data inspect chats.jsonl --target Qwen/Qwen3-8B`
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from draftsmith import build
+    from draftsmith.data.inspect import histogram
+
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    look = build.look_at_data(target, source, longest=longest, show=show, limit=limit, options=options)
+    console = Console(highlight=False, soft_wrap=True)
+    for name, pieces in look.shown:
+        console.print(Text(name, style="bold"))
+        text = Text()
+        for piece in pieces:
+            # Brackets too, so that a file or a person without colours sees the same.
+            text.append(f"⟦{piece.text}⟧" if piece.supervised else piece.text, style="green" if piece.supervised else "dim")
+        console.print(text, end="\n\n")
+    for name, reason in look.dropped:
+        _say(f"dropped {name}: {reason}")
+    for title, values in (("tokens", look.tokens), ("supervised tokens", look.supervised)):
+        _say(f"{title} of {len(values)} samples")
+        for line in histogram(values):
+            _say(f"  {line}")
+    _say(look.counts.line())
+
+
+app.add_typer(data_app, name="data")
 verbs.register(app)
 
 

@@ -11,11 +11,12 @@ from draftsmith.checkpoint import save as checkpoints
 from draftsmith.checkpoint.export import Format, Precision, export_drafter, load_drafter
 from draftsmith.config import TargetSection
 from draftsmith.data.chat import ChatFormat
+from draftsmith.data.inspect import Look, look_at
 from draftsmith.decode.speculate import Decoded, Speculator, check_pair
 from draftsmith.errors import UsageError
 from draftsmith.evaluate.report import read_metrics, write_report
 from draftsmith.evaluate.suite import decode_both_ways, load_prompts, summarise
-from draftsmith.target.load import DTYPES, Target, load_target
+from draftsmith.target.load import DTYPES, Target, load_target, load_tokenizer
 
 
 def load_pair(target: str, drafter: Path, *, dtype: Precision = "bf16", device: str = "auto") -> tuple[Target, Speculator]:
@@ -25,6 +26,12 @@ def load_pair(target: str, drafter: Path, *, dtype: Precision = "bf16", device: 
     loaded_drafter = load_drafter(drafter, device=where[0]).to(DTYPES[dtype])
     loaded = load_target(TargetSection(model=target, dtype=dtype, devices=[device]), where)[0]
     return loaded, Speculator(loaded, loaded_drafter)
+
+
+def look_at_data(target: str, source: str, *, longest: int, show: int, limit: int | None, options: dict[str, Any]) -> Look:
+    """What training on a source would learn, without loading the target's weights. Raises DraftsmithError."""
+    tokenizer, ends = load_tokenizer(target)
+    return look_at(ChatFormat(tokenizer, ends, None, options), source, longest=longest, show=show, limit=limit)
 
 
 def generate(target: Target, speculator: Speculator, prompt: str, max_new_tokens: int) -> tuple[str, Decoded]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.files import read_records
@@ -23,6 +24,18 @@ from draftsmith.types import Document
 
 AROUND_THOUGHTS = re.compile(r"</?think>|\s+")
 MARKERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+# What a template, or a tokenizer given text that is none, says of a chat it cannot render.
+UNUSABLE = (TemplateError, TypeError, ValueError, UnicodeError)
+REFUSED = "refused by the chat template"
+
+
+def fault_of(ids: Tensor, mask: Tensor) -> str | None:
+    """Why a sample, cut already, teaches nothing: it has no position from which a supervised token could be drafted."""
+    if ids.numel() < 2:
+        return "too short (under 2 tokens)"
+    return None if bool(mask[1:].any()) else "with nothing to learn (no supervised token)"
 
 
 @dataclass
@@ -40,6 +53,15 @@ class DataCounts:
     def skip(self, reason: str) -> None:
         """Count one row that is left out for `reason`."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+    def take(self, document: Document, longest: int) -> Document:
+        """Count one row that is used, and cut it to the longest bucket."""
+        self.used += 1
+        self.cut += document.ids.numel() > longest
+        kept = Document(document.name, document.ids[:longest], document.loss_mask[:longest])
+        self.tokens += kept.ids.numel()
+        self.supervised += int(kept.loss_mask.sum())
+        return kept
 
     def line(self) -> str:
         """One line for people."""
@@ -183,8 +205,8 @@ def encode_files(
             counts.rows += 1
             try:
                 document, rewritten = encode_record(chat, record)
-            except (TemplateError, TypeError, ValueError, UnicodeError):
-                counts.skip("refused by the chat template")
+            except UNUSABLE:
+                counts.skip(REFUSED)
                 continue
             counts.turns_unsupervised += rewritten
             ids, mask = document.ids, document.loss_mask
@@ -194,19 +216,11 @@ def encode_files(
                     f"{record.name}: token id {worst} is outside the target's {vocab_size} embedding rows; "
                     "the tokenizer does not belong to this target"
                 )
-            if ids.numel() < 2:
-                counts.skip("too short (under 2 tokens)")
+            fault = fault_of(ids[:longest], mask[:longest])
+            if fault is not None:
+                counts.skip(fault)
                 continue
-            if ids.numel() > longest:
-                ids, mask = ids[:longest], mask[:longest]
-                counts.cut += 1
-            if not bool(mask[1:].any()):
-                counts.skip("with nothing to learn (no supervised token)")
-                continue
-            documents.append(Document(record.name, ids, mask))
-            counts.used += 1
-            counts.tokens += ids.numel()
-            counts.supervised += int(mask.sum())
+            documents.append(counts.take(document, longest))
     if not documents:
         raise DataError(
             f"no sample in {', '.join(map(str, sources))} has a supervised token ({counts.line()}); "

@@ -1,6 +1,8 @@
 """Frozen target replicas from a Hugging Face folder or id, or a GGUF file."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.config import TargetSection
@@ -77,13 +79,27 @@ def _wrap(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: tor
             f"target '{name}' ({type(model).__name__}) scales its embeddings or caps its logits, which is not supported yet; "
             "use a Llama- or Qwen-like target"
         )
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    end_ids = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    ends = _end_ids(tokenizer, model.generation_config)
+    return Target(name, model, tokenizer, device, decoder, blocks, embedding.weight.detach(), head.weight.detach(), ends)
+
+
+def _end_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> frozenset[int]:
+    ends = generation.eos_token_id if generation is not None else None
+    found = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
     if tokenizer.eos_token_id is not None:
-        end_ids.add(int(tokenizer.eos_token_id))
-    return Target(
-        name, model, tokenizer, device, decoder, blocks, embedding.weight.detach(), head.weight.detach(), frozenset(end_ids)
-    )
+        found.add(int(tokenizer.eos_token_id))
+    return frozenset(found)
+
+
+def load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
+    """A target's tokenizer and the token ids that end its turns, without its weights. Raises TargetError."""
+    where = _where(name)
+    with _told(name, "has no tokenizer that can be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+    generation = None
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        generation = GenerationConfig.from_pretrained(name) if "gguf_file" not in where else None
+    return tokenizer, _end_ids(tokenizer, generation)
 
 
 def _from_pretrained(section: TargetSection, where: dict[str, Any]) -> Any:
@@ -103,23 +119,37 @@ def _from_pretrained(section: TargetSection, where: dict[str, Any]) -> Any:
     return model
 
 
-def load_target(section: TargetSection, devices: list[torch.device]) -> list[Target]:
-    """One replica per device; replicas on the same device share weights. Raises TargetError."""
-    path = Path(section.model)
-    where: dict[str, Any] = {"pretrained_model_name_or_path": section.model}
+def _where(name: str) -> dict[str, Any]:
+    """How transformers is told to find a folder, a hub id or a GGUF file. Raises TargetError for what cannot be there."""
+    path = Path(name)
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise TargetError(f"target.model '{section.model}' does not exist; give an existing .gguf file")
-        where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    elif path.is_dir() and not (path / "config.json").is_file():
-        raise TargetError(f"target.model '{section.model}' is a folder without config.json; give a Hugging Face model folder")
-    elif not path.exists() and (path.is_absolute() or section.model.startswith(".") or section.model.count("/") > 1):
-        raise TargetError(f"target.model '{section.model}' does not exist; give a model folder, a hub id or a .gguf file")
+            raise TargetError(f"target.model '{name}' does not exist; give an existing .gguf file")
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise TargetError(f"target.model '{name}' is a folder without config.json; give a Hugging Face model folder")
+    if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+        raise TargetError(f"target.model '{name}' does not exist; give a model folder, a hub id or a .gguf file")
+    return {"pretrained_model_name_or_path": name}
+
+
+@contextmanager
+def _told(name: str, fault: str) -> Iterator[None]:
+    """Whatever the library raises becomes one line that names the target."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
+        raise TargetError(f"target.model '{name}' {fault}: {' '.join(str(error).split())[:300]}") from error
+
+
+def load_target(section: TargetSection, devices: list[torch.device]) -> list[Target]:
+    """One replica per device; replicas on the same device share weights. Raises TargetError."""
+    where = _where(section.model)
     # Its bar would tear the run's own progress line.
     disable_progress_bar()
     replicas: dict[torch.device, Target] = {}
     loaded = []
-    try:
+    with _told(section.model, "cannot be loaded as a causal language model"):
         tokenizer = AutoTokenizer.from_pretrained(**where)
         for device in devices:
             known = replicas.get(device)
@@ -127,10 +157,6 @@ def load_target(section: TargetSection, devices: list[torch.device]) -> list[Tar
             replica = _wrap(section.model, model, tokenizer, device)
             replicas.setdefault(device, replica)
             loaded.append(replica)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError, SafetensorError) as error:
-        raise TargetError(
-            f"target.model '{section.model}' cannot be loaded as a causal language model: {' '.join(str(error).split())[:300]}"
-        ) from error
     return loaded
 
 
