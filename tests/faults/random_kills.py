@@ -29,7 +29,8 @@ from tests.conftest import small_tree, until
 HERE = Host()
 WITHIN_S = 10.0
 MOMENTS = ("launch", "imports", "model", "compiling", "training", "saving", "stop")
-VICTIMS = ("trainer", "supervisor", "supervisor and trainer", "launcher", "reader")
+# With how often each is struck; once an attempt has begun, its launcher and a reader of its log mean least.
+VICTIMS = {"trainer": 6, "supervisor": 6, "supervisor and trainer": 4, "launcher": 1, "reader": 1}
 STEPS, EVERY = 12, 3
 
 
@@ -96,14 +97,16 @@ class Series:
         """Start an attempt and strike it; raises AssertionError if anything is not as it must be."""
         moment = self.rng.choice(moments)
         delay = self.rng.uniform(0.0, {"launch": 0.6, "imports": 4.0, "stop": 1.0}.get(moment, 0.3))
-        victims = VICTIMS[:3] if moment == "stop" else VICTIMS
-        victim = "launcher" if moment == "launch" and self.rng.random() < 0.5 else self.rng.choice(victims)
+        weights = {name: 0 if moment == "stop" and name in ("launcher", "reader") else often for name, often in VICTIMS.items()}
+        victim = self.rng.choices(list(weights), list(weights.values()))[0]
+        if moment == "launch" and self.rng.random() < 0.5:
+            victim = "launcher"
         before, count = self.newest_whole(), len(self.attempts())
         client = self.start()
         ending = None
         try:
             if moment != "launch":
-                self.reach(moment, before, count)
+                self.reach(moment, before, count, client)
             if moment == "stop":
                 ending = threading.Thread(target=self.quiet_stop)
                 ending.start()
@@ -128,7 +131,7 @@ class Series:
         words = [sys.executable, "-c", code, self.run, *self.command()]
         return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
-    def reach(self, moment: str, before: int, count: int) -> None:
+    def reach(self, moment: str, before: int, count: int, client: subprocess.Popen[bytes]) -> None:
         """Wait until the trainer itself has said that it is there; a run that is already past it is struck where it is."""
         wanted = self.rng.randint(before + 1, STEPS) if moment in ("training", "stop") else 0
 
@@ -145,6 +148,9 @@ class Series:
 
         deadline = time.monotonic() + 120
         while not there():
+            if client.poll():
+                assert client.stderr is not None
+                raise AssertionError(f"the launch failed: {client.stderr.read().decode()[-600:]}")
             assert time.monotonic() < deadline, f"{moment} was never reached: {look(HERE, self.run)}"
             time.sleep(0.002)
 
