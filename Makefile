@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-base
 PEERS := $(VENV)/.ready-peers
 
-.PHONY: demo test test-kill test-faults test-wheel test-torch check format wheel lock clean
+.PHONY: demo test test-kill test-faults test-sampling test-wheel test-torch check format wheel lock clean
 
 demo: $(READY)
 	$(BIN)/draftsmith launch --run runs/demo --until start -- demo
@@ -21,6 +21,10 @@ test: $(READY) $(PEERS)
 # Kill -9 at 20 random moments of a run, resuming each time (minutes).
 test-kill: $(READY)
 	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3000 tests/faults
+
+# Over 20,000 sampled outputs, each against the target's own distribution (minutes).
+test-sampling: $(READY)
+	$(BIN)/python -m pytest -m slow tests/decode
 
 # Every fault of runs, a real sshd (as root, with openssh-server), 100 random kills: at most 25 minutes, its last line counts.
 test-faults: $(READY)

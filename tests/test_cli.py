@@ -109,6 +109,13 @@ def test_train_export_evaluate_generate(
     assert code == 0
     assert out
     assert "target passes, tau" in err
+    words = ["generate", "--target", target_folder, "--drafter", drafter, "--max-new-tokens", 40, "hi"]
+    whole = here(capsys, *words)[1]
+    drawn = [here(capsys, *words, "--temperature", 3, "--seed", seed)[1] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1]
+    assert len({whole, drawn[1], drawn[2]}) == 3
+    stop = whole[len(whole) // 2 :][:2]
+    assert here(capsys, *words, "--stop", stop)[1] == whole[: whole.index(stop)] + "\n"
 
 
 BAD = {
@@ -127,6 +134,11 @@ BAD = {
     "missing checkpoint": (["train", "--config", "{config}", "--resume", "nowhere"], 1, "'nowhere' does not exist"),
     "missing drafter": (["generate", "--target", "{target}", "--drafter", "nowhere", "hi"], 1, "config.json is missing"),
     "another width": (["generate", "--target", "{wide}", "--drafter", "{drafter}", "hi"], 2, "width 32, 6 layers"),
+    "top_p": (
+        ["generate", "--target", "x", "--drafter", "y", "--temperature", "1", "--top-p", "2", "hi"],
+        2,
+        "top_p in (0, 1]",
+    ),
     "nothing to export": (["export", "{tmp}", "{tmp}/out"], 2, "holds no checkpoint"),
     "run.dir is a file": (["train", "--config", "{config}", "run.dir={config}"], 2, "cannot be a run folder"),
     "odd date in yaml": (["train", "--config", "{config}", "train.seed=2024-13-45"], 2, "the value is not YAML"),

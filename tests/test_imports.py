@@ -27,7 +27,7 @@ ALLOWED = {
     "runs": BASE,
     "build": ROOMS - {"demo"} | BASE | {"config"},
     "demo": ROOMS | BASE | {"config", "build"},
-    "cli": {"errors", "config", "build", "demo", "runs", "pipeline", "data"},
+    "cli": {"errors", "config", "build", "demo", "runs", "pipeline", "data", "decode"},
     "__main__": {"cli"},
     "__init__": BASE | {"config", "build", "checkpoint"},
 }

@@ -135,18 +135,29 @@ def generate(
     drafter: DrafterOption,
     prompt: Annotated[str, typer.Argument(help="What the user says.")],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Of the likeliest tokens, the fewest that reach this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Only so many of the likeliest tokens; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the drawn tokens.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given more than once.")] = None,
     dtype: DtypeOption = "fp32",
     device: Annotated[str, typer.Option(help="`auto`, `cpu` or `cuda:N`.")] = "auto",
 ) -> None:
-    """Answer one prompt by speculative decoding: the target's own greedy answer, in fewer passes.
+    """Answer one prompt by speculative decoding, as it comes: what the target alone would say, in fewer passes.
 
     Example: `draftsmith generate --target runs/demo/target --drafter runs/demo/drafter "Reverse this list: cat, dog, owl, bee"`
     """
     from draftsmith import build
+    from draftsmith.decode.acceptance import Sampling
 
-    pair = build.load_pair(target, drafter, dtype=dtype, device=device)
-    answer, decoded = build.generate(*pair, prompt, max_new_tokens)
-    _say(answer)
+    sampling = Sampling(temperature, top_p, top_k, seed) if temperature > 0 else None
+    _, speculator = build.load_pair(target, drafter, dtype=dtype, device=device)
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    _, decoded = build.generate(speculator, prompt, max_new_tokens, sampling=sampling, stops=stop or (), show=show)
+    _say("")
     print(f"[{len(decoded.ids)} tokens in {decoded.target_passes} target passes, tau {decoded.tau:.2f}]", file=sys.stderr)
 
 

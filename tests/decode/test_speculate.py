@@ -36,7 +36,10 @@ class Oracle(Speculator):
         super()._draft(cache, features, seen, token, slots)  # type: ignore[arg-type]
         start = seen - len(self.prompt) + 1
         right = [*self.plain[start : start + slots - 1], *[0] * slots][: slots - 1]
-        return torch.tensor([(t + 1) % 250 if k + 1 in self.wrong_slots else t for k, t in enumerate(right)])
+        drafted = torch.tensor(
+            [(t + 1) % 250 if k + 1 in self.wrong_slots else t for k, t in enumerate(right)], dtype=torch.long
+        )
+        return torch.nn.functional.one_hot(drafted, self.target.vocab_size).float()
 
 
 def prompts() -> list[list[int]]:

@@ -1,6 +1,7 @@
 """The jobs around a trained drafter: decode with it, measure it, export it."""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from draftsmith.checkpoint.export import Format, Precision, export_drafter, load
 from draftsmith.config import TargetSection
 from draftsmith.data.chat import ChatFormat
 from draftsmith.data.inspect import Look, look_at
+from draftsmith.decode.acceptance import Sampling
 from draftsmith.decode.speculate import Decoded, Speculator, check_pair
+from draftsmith.decode.stream import TextStream
 from draftsmith.errors import UsageError
 from draftsmith.evaluate.report import read_metrics, write_report
 from draftsmith.evaluate.suite import decode_both_ways, load_prompts, summarise
@@ -34,11 +37,33 @@ def look_at_data(target: str, source: str, *, longest: int, show: int, limit: in
     return look_at(ChatFormat(tokenizer, ends, None, options), source, longest=longest, show=show, limit=limit)
 
 
-def generate(target: Target, speculator: Speculator, prompt: str, max_new_tokens: int) -> tuple[str, Decoded]:
-    """The target's answer to one user message, and how it was decoded."""
-    ids = ChatFormat(target.tokenizer).prompt([{"role": "user", "content": prompt}])
-    decoded = speculator.decode(ids, max_new_tokens)
-    return str(target.tokenizer.decode(decoded.ids, skip_special_tokens=True)), decoded
+def generate(
+    speculator: Speculator,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    stops: Sequence[str] = (),
+    show: Callable[[str], None] = lambda _text: None,
+) -> tuple[str, Decoded]:
+    """The target's answer to one user message, and how it was decoded. `show` is given the text as it comes, in pieces.
+
+    It ends before the first of the `stops`, strings that are not shown.
+    """
+    tokenizer = speculator.target.tokenizer
+    stream, checks, pieces = TextStream(tokenizer, stops), list[list[int]](), list[str]()
+    for fresh in speculator.stream(
+        ChatFormat(tokenizer).prompt([{"role": "user", "content": prompt}]), max_new_tokens, sampling
+    ):
+        checks.append(fresh)
+        pieces.append(stream.push(fresh))
+        show(pieces[-1])
+        if stream.stopped:
+            break
+    pieces.append(stream.end())
+    show(pieces[-1])
+    ids = [token for fresh in checks for token in fresh]
+    return "".join(pieces), Decoded(ids, [len(fresh) for fresh in checks[1:]], len(checks))
 
 
 def evaluate(

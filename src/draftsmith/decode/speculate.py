@@ -1,9 +1,10 @@
 """Speculative decoding of one prompt: the drafter proposes a block, the target checks it in one pass, a prefix is kept.
 
-Greedy: the output is exactly the target's own. Caches are cropped to what was accepted.
+Greedily the output is exactly the target's own; sampled, it is distributed as the target's own. Caches are cropped to what was
+accepted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from draftsmith.decode.acceptance import accept_greedy
+from draftsmith.decode.acceptance import Greedy, Policy, Sampled, Sampling
 from draftsmith.draft.model import Drafter, DrafterConfig, KeyValue
 from draftsmith.errors import UsageError
 from draftsmith.target.capture import Recorder
@@ -64,16 +65,21 @@ def check_prompt(target: Target, prompt: list[int]) -> None:
         raise UsageError(f"prompt token id {worst} is outside the target's {target.vocab_size} embedding rows")
 
 
+def _policy(sampling: Sampling | None, device: torch.device) -> Policy:
+    return Greedy() if sampling is None else Sampled(sampling, device)
+
+
 @torch.inference_mode()
-def decode_plain(target: Target, prompt: list[int], max_new_tokens: int) -> Decoded:
-    """Plain greedy decoding with a cache, one token a pass."""
+def decode_plain(target: Target, prompt: list[int], max_new_tokens: int, sampling: Sampling | None = None) -> Decoded:
+    """Plain decoding with a cache, one token a pass; greedy without `sampling`."""
     check_prompt(target, prompt)
+    policy = _policy(sampling, target.device)
     cache = DynamicCache(config=target.model.config)
     ids = torch.tensor([prompt], device=target.device)
     new: list[int] = []
     while len(new) < max_new_tokens:
         logits = target.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        token = int(logits[0, -1].argmax())
+        token = policy.first(logits[0, -1])
         new.append(token)
         if token in target.end_ids:
             break
@@ -108,14 +114,14 @@ class Speculator:
         self._recorder = Recorder(blocks, self.config.target_layer_ids)
 
     def _pass(self, ids: list[int], cache: DynamicCache, keep: int) -> tuple[Tensor, Tensor]:
-        """One target pass over new ids: greedy choices of the last `keep` positions (all if 0), features [1, T, n*D]."""
+        """One target pass over new ids: logits [keep, V] of the last `keep` positions (all if 0), features [1, T, n*D]."""
         tokens = torch.tensor([ids], device=self.target.device)
         logits = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
         features = self._recorder.take(self.config.hidden_size)
-        return logits[0].argmax(dim=-1), features if self._features is None else self._features(features)
+        return logits[0], features if self._features is None else self._features(features)
 
     def _draft(self, cache: _DraftCache, features: Tensor, seen: int, token: int, slots: int) -> Tensor:
-        """Propose `slots - 1` tokens after `token`, which stands at position `seen`; the features lead up to it."""
+        """Logits [slots - 1, V] for the tokens after `token`, which stands at position `seen`; the features lead up to it."""
         device = self.target.device
         # The drafter computes in its caller's dtype; the target's states decide it.
         start = seen - features.shape[1]
@@ -124,7 +130,7 @@ class Speculator:
         ids[0, 0] = token
         positions = torch.arange(seen, seen + slots, device=device)[None]
         hidden = self.drafter(F.embedding(ids, self.target.embedding), positions, cache.layers, self._masks(seen, slots))
-        return (hidden[0, 1:] @ self.target.head.T).argmax(dim=-1)
+        return hidden[0, 1:] @ self.target.head.T
 
     def _masks(self, seen: int, slots: int) -> dict[str, Tensor] | None:
         if self.config.sliding_window is None:
@@ -135,31 +141,38 @@ class Speculator:
         sliding = (key >= seen - self.config.sliding_window) & (key <= query)
         return {"full_attention": everything[None, None], "sliding_attention": sliding[None, None]}
 
-    @torch.inference_mode()
-    def decode(self, prompt: list[int], max_new_tokens: int) -> Decoded:
-        """Greedy speculative decoding; the same ids as `decode_plain` in exact arithmetic."""
+    def decode(self, prompt: list[int], max_new_tokens: int, sampling: Sampling | None = None) -> Decoded:
+        """Speculative decoding of a whole answer. Greedy without `sampling`: the same ids as `decode_plain` in exact arithmetic."""
+        checks = list(self.stream(prompt, max_new_tokens, sampling))
+        return Decoded([token for fresh in checks for token in fresh], [len(fresh) for fresh in checks[1:]], len(checks))
+
+    def stream(self, prompt: list[int], max_new_tokens: int, sampling: Sampling | None = None) -> Iterator[list[int]]:
+        """The answer as it comes: the first token, then what each check keeps. The stop token, if one comes, is the last."""
         check_prompt(self.target, prompt)
+        policy = _policy(sampling, self.target.device)
         target_cache, draft_cache = DynamicCache(config=self._model.config), _DraftCache()
         # Layers with bounded state (sliding windows, recurrences) must remember enough to be cropped back.
         target_cache.activate_past_recording()
-        choices, features = self._pass(prompt, target_cache, keep=1)
-        _crop(target_cache, len(prompt))
-        new, kept, passes = [int(choices[-1])], [], 1
-        while len(new) < max_new_tokens and new[-1] not in self.target.end_ids:
-            seen = len(prompt) + len(new) - 1
+        # A generator must not leave inference mode on while its caller runs.
+        with torch.inference_mode():
+            logits, features = self._pass(prompt, target_cache, keep=1)
+            _crop(target_cache, len(prompt))
+            fresh, written = [policy.first(logits[-1])], 1
+        yield fresh
+        while written < max_new_tokens and fresh[-1] not in self.target.end_ids:
+            seen = len(prompt) + written - 1
             # Near the end a shorter block is drafted, as the reference does: more could not be kept.
-            slots = min(self.config.block_size, max_new_tokens - len(new) + 1)
-            drafted = self._draft(draft_cache, features, seen, new[-1], slots)
-            choices, features = self._pass([new[-1], *drafted.tolist()], target_cache, keep=0)
-            passes += 1
-            agreed, added = accept_greedy(drafted, choices)
-            fresh = [*drafted[:agreed].tolist(), added][: max_new_tokens - len(new)]
-            for place, token in enumerate(fresh):
-                if token in self.target.end_ids:
-                    fresh = fresh[: place + 1]
-                    break
-            new += fresh
-            kept.append(len(fresh))
-            _crop(target_cache, seen + len(fresh))
-            features = features[:, : len(fresh)]
-        return Decoded(new, kept, passes)
+            slots = min(self.config.block_size, max_new_tokens - written + 1)
+            with torch.inference_mode():
+                drafted = policy.propose(self._draft(draft_cache, features, seen, fresh[-1], slots))
+                logits, features = self._pass([fresh[-1], *drafted.tolist()], target_cache, keep=0)
+                agreed, added = policy.accept(logits)
+                fresh = self._until_end([*drafted[:agreed].tolist(), added][: max_new_tokens - written])
+                _crop(target_cache, seen + len(fresh))
+                features = features[:, : len(fresh)]
+            written += len(fresh)
+            yield fresh
+
+    def _until_end(self, tokens: list[int]) -> list[int]:
+        end = next((place for place, token in enumerate(tokens) if token in self.target.end_ids), None)
+        return tokens if end is None else tokens[: end + 1]
