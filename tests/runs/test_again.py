@@ -1,6 +1,7 @@
 """Starting again after failures: only while it comes further, never against a wish, and with the cause kept."""
 
 import json
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -19,7 +20,10 @@ TRAIN = ["python", "-m", "draftsmith", "train", "--config", "c.yaml"]
 
 
 def test_only_training_resumes_and_only_if_not_told_how() -> None:
-    assert again.resuming(TRAIN) == [*TRAIN, "--resume", "latest"]
+    resumed = [*TRAIN[:4], "--resume", "latest", *TRAIN[4:]]
+    assert again.resuming(TRAIN) == resumed
+    with_flag = [*TRAIN[:3], "--traceback", *TRAIN[3:]]
+    assert again.resuming(with_flag) == [*resumed[:3], "--traceback", *resumed[3:]]
     for told in ([*TRAIN, "--resume", "checkpoint-4"], [*TRAIN, "--resume=latest"], ["python", "-m", "draftsmith", "demo"]):
         assert again.resuming(told) == told
 
@@ -131,8 +135,6 @@ def test_a_stop_saves_and_starts_nothing(run: Path) -> None:
 
 @pytest.mark.process
 def test_the_command_line_wraps_and_resumes_alike(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import subprocess
-
     command = [sys.executable, "-m", "draftsmith"]
     launched = [
         *command,
@@ -155,5 +157,28 @@ def test_the_command_line_wraps_and_resumes_alike(run: Path, monkeypatch: pytest
     prefix = [sys.executable, "-m", "draftsmith.runs.again", "2", "--", *command]
     assert kept == [
         [*prefix, "train", "--config", "none.yaml"],
-        [*prefix, "train", "--config", "none.yaml", "--resume", "latest"],
+        [*prefix, "train", "--resume", "latest", "--config", "none.yaml"],
     ]
+
+
+def test_a_request_between_two_starts_ends_it_and_one_during_a_start_reaches_the_child_once(tmp_path: Path) -> None:
+    """In a process of its own, since it takes over the signals."""
+    code = """
+        import os, pathlib, signal, subprocess, sys
+        from draftsmith.runs import again
+        print(again.keep_going(["false"], 3, lambda: os.kill(os.getpid(), 15) or 1, print))
+        heard = pathlib.Path(sys.argv[1])
+        child = f"import signal, sys, time; signal.signal(15, lambda *_: (open({str(heard)!r}, 'a').write('x'), time.sleep(1), sys.exit(143)));" \
+            f"open({str(heard) + '-up'!r}, 'w'); time.sleep(60)"
+        class Slow(subprocess.Popen):
+            def __init__(self, *words):
+                super().__init__(*words)
+                while not os.path.exists(str(heard) + "-up"):
+                    pass
+                os.kill(os.getpid(), 15)
+        subprocess.Popen = Slow
+        print(again.keep_going([sys.executable, "-c", child], 0, lambda: 1, print), heard.read_text())
+        """
+    words = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "heard")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["1", "143 x"], "no restart was begun; the child heard it once"

@@ -51,6 +51,10 @@ WAYS = {
         "signal.signal(15, lambda *_: sys.exit(143)); print('up'); threading.Lock().acquire() and queue.SimpleQueue().get()",
         "stopped by SIGTERM from outside, sent by ",
     ),
+    "with the resource tracker of multiprocessing": (
+        "from multiprocessing import resource_tracker; resource_tracker.ensure_running(); print('up'); time.sleep(600)",
+        "killed from outside (SIGTERM), sent by ",
+    ),
     "with other threads": (
         "signal.signal(15, lambda *_: os._exit(143)); [threading.Thread(target=time.sleep, args=(600,)).start() for _ in range(4)]\n"
         "print('up'); threading.Event().wait()",

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -64,6 +65,8 @@ def record_senders(record: Callable[[int, int, int], None]) -> None:
             # Python runs handlers in the main thread, which may be waiting in a call that only a signal of its own interrupts.
             signal.pthread_kill(main, signal.SIGURG)
 
+    # Python's resource tracker, which progress bars and shared memory start, unblocks both signals in whichever thread starts it.
+    resource_tracker.ensure_running()
     main = threading.get_ident()
     signal.signal(signal.SIGURG, lambda _number, _frame: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)

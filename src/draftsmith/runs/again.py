@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -16,12 +17,26 @@ from draftsmith.runs.shim import ATTEMPT, read_json
 
 # Done, a wrong command, and ends that somebody asked for: starting again would change nothing, or act against a wish.
 FINAL = (0, 2, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+WAIT_S = 0.3
 
 
 def resuming(argv: Sequence[str]) -> list[str]:
     """The same draftsmith command, going on from its newest whole checkpoint."""
-    trains = argv[3:4] == ["train"] and not any(word.split("=")[0] == "--resume" for word in argv)
-    return [*argv, "--resume", "latest"] if trains else list(argv)
+    verb = next((place for place in range(3, len(argv)) if not argv[place].startswith("-")), len(argv))
+    trains = argv[verb : verb + 1] == ["train"] and not any(word.split("=")[0] == "--resume" for word in argv)
+    # Right behind the verb: later words may stand behind a `--`.
+    return [*argv[: verb + 1], "--resume", "latest", *argv[verb + 1 :]] if trains else list(argv)
+
+
+def _wait(child: "subprocess.Popen[bytes]", asked: Callable[[], int]) -> int:
+    """How it ended. A request is passed on once, whenever it came: a second one would make the trainer end without saving."""
+    told = False
+    while True:
+        if asked() and not told:
+            told = True
+            child.send_signal(asked())
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(WAIT_S)
 
 
 def keep_going(argv: Sequence[str], restarts: int, step_reached: Callable[[], int], say: Callable[[str], None]) -> int:
@@ -29,20 +44,18 @@ def keep_going(argv: Sequence[str], restarts: int, step_reached: Callable[[], in
 
     After a failure it starts again only if `step_reached()`, the trainer's own word, is larger than after any start before.
     """
-    words, furthest, stopping = list(argv), 0, False
-    child: subprocess.Popen[bytes] | None = None
+    words, furthest, stopping = list(argv), 0, 0
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
+    def ask(number: int, _frame: FrameType | None) -> None:
         nonlocal stopping
-        stopping = True
-        if child is not None:
-            child.send_signal(number)
+        stopping = stopping or number
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+        signal.signal(number, ask)
     for left in range(restarts, -1, -1):
-        child = subprocess.Popen(words)
-        ended, step = child.wait(), step_reached()
+        if stopping:
+            return 128 + stopping
+        ended, step = _wait(subprocess.Popen(words), lambda: stopping), step_reached()
         if stopping or ended in FINAL:
             return ended
         told = f"exit code {ended}" if ended >= 0 else signal.Signals(-ended).name

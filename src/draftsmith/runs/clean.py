@@ -13,6 +13,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,24 +22,43 @@ import time
 if __package__:
     from draftsmith.runs import shim
 else:  # sent to a host that has nothing else of ours
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import shim  # type: ignore[import-not-found, no-redef]
 
-PARTIAL = ("attempts/*/*.tmp", "**/.checkpoint-*.partial", "**/.*.tmp")
+PARTIAL = re.compile(r"\.checkpoint-\d+\.partial|\..*\.tmp")
+RECORDS = re.compile(r".*\.json\.tmp")
 GRACE_S = 5.0
 
 
 def half_written(run: str) -> list[dict]:
-    """Files and folders that a write left unfinished, with their sizes; links are never followed."""
-    found = {path for pattern in PARTIAL for path in glob.glob(os.path.join(glob.escape(run), pattern), recursive=True)}
-    # A half-written checkpoint goes as a whole.
-    tops = sorted(path for path in found if not any(path.startswith(other + os.sep) for other in found))
-    return [{"path": path, "bytes": size_of(path)} for path in tops if is_inside(path, run)]
+    """Files and folders in the run's own tree that a write left unfinished, with their sizes.
+
+    Links are never followed, and what belongs to a run of its own, or is held by a trainer, is not looked into.
+    """
+    found = []
+    for folder, folders, files in os.walk(run):
+        marks = RECORDS if os.path.dirname(folder) == os.path.join(run, "attempts") else PARTIAL
+        paths = [os.path.join(folder, name) for name in sorted([*folders, *files]) if marks.fullmatch(name)]
+        found += [path for path in paths if not os.path.islink(path)]
+        folders[:] = [name for name in folders if not marks.fullmatch(name) and not is_anothers(os.path.join(folder, name))]
+    return [{"path": path, "bytes": size_of(path)} for path in found]
 
 
-def is_inside(path: str, run: str) -> bool:
-    """Whether the path itself lies in the run's folder, through no link."""
-    parent = os.path.realpath(os.path.dirname(path))
-    return not os.path.islink(path) and (parent + os.sep).startswith(os.path.realpath(run) + os.sep)
+def is_anothers(folder: str) -> bool:
+    """Whether a folder is a run with attempts of its own, or a trainer works in it."""
+    return os.path.isdir(os.path.join(folder, "attempts")) or is_held(folder)
+
+
+def is_held(folder: str) -> bool:
+    """Whether a trainer holds the folder's lock."""
+    try:
+        with open(os.path.join(folder, "run.lock"), "r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def size_of(path: str) -> int:
@@ -59,11 +79,13 @@ def end(processes: list[dict]) -> list[int]:
 
 def clean(run: str, remove: bool) -> dict:
     """What could be removed, and with `remove` do so; refuses a run that has a supervisor or belongs to another place."""
-    latest = max(glob.glob(glob.escape(run) + "/attempts/[0-9]*"), default=None)
+    latest = max(glob.glob(glob.escape(run) + shim.ATTEMPTS), default=None)
     record = shim.read_json(f"{latest}/record.json")
     if not record:
         return {"ok": False, "error": f"no record in {run} proves that anything there belongs to a run; nothing was touched"}
     then, now = record.get("place") or {}, shim.place()
+    if then.get("boot_id") != now["boot_id"] and then.get("host") != now["host"]:
+        return {"ok": False, "error": f"{run} was started on {then.get('host')}; ask there"}
     if then.get("pid_ns") != now["pid_ns"] and then.get("boot_id") == now["boot_id"]:
         return {"ok": False, "error": f"{run} was started in another container; ask from inside it"}
     lock = os.open(f"{run}/attempts/lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -72,6 +94,8 @@ def clean(run: str, remove: bool) -> dict:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return {"ok": False, "error": f"the run in {run} has a supervisor, so it is not dead; stop it first"}
+    if is_held(run):
+        return {"ok": False, "error": f"a trainer works in {run} without a supervisor; stop it first"}
     processes, files = shim.members(os.path.join(run, "attempts", "")), half_written(run)
     if remove:
         alive = end(processes)
@@ -84,4 +108,8 @@ def clean(run: str, remove: bool) -> dict:
 
 if __name__ == "__main__":
     told = json.load(sys.stdin)
-    print(shim.SENTINEL + json.dumps(clean(os.path.abspath(told["run"]), bool(told["remove"]))), flush=True)
+    try:
+        answer = clean(os.path.abspath(os.path.expanduser(told["run"])), bool(told["remove"]))
+    except OSError as error:
+        answer = {"ok": False, "error": f"{error.filename}: {error.strerror}"}
+    print(shim.SENTINEL + json.dumps(answer), flush=True)

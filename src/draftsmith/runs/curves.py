@@ -10,6 +10,8 @@ from typing import Any
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 200, 52, 22, 8
 POINTS = 300
+# Larger values, infinite ones and those that are no number are not drawn.
+LARGEST = 1e15
 CURVES = {
     "loss": "loss",
     "tau_estimate": "tau, estimated in training",
@@ -50,13 +52,15 @@ class Metrics:
     def _take(self, line: bytes) -> None:
         try:
             row = json.loads(line)
-            step = float(row["step"])
-        except (ValueError, KeyError, TypeError):
+            step, values = (
+                float(row["step"]),
+                {name: float(row[name]) for name in CURVES if isinstance(row.get(name), int | float)},
+            )
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return
-        for name in CURVES:
-            value = row.get(name)
-            if isinstance(value, int | float) and math.isfinite(value):
-                self.points.setdefault(name, []).append((step, float(value)))
+        for name, value in values.items():
+            if abs(step) < LARGEST and abs(value) < LARGEST:
+                self.points.setdefault(name, []).append((step, value))
 
 
 def thin(points: Sequence[Point], most: int = POINTS) -> list[Point]:

@@ -1,5 +1,6 @@
 """A page of the runs below one folder: verdicts, figures and live curves. Read-only, for this machine alone."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 from draftsmith.errors import UsageError
 from draftsmith.runs.curves import BOTTOM, CURVES, HEIGHT, LEFT, TOP, WIDTH, Metrics, drawing
 from draftsmith.runs.launch import find_runs, look_closely
-from draftsmith.runs.show import colour, figures
+from draftsmith.runs.show import colour, figures, shown
 from draftsmith.runs.transport import Host
 from draftsmith.runs.verdict import Verdict
 
@@ -45,8 +46,8 @@ class Board:
         verdict, seen = look_closely(Host(), str(run))
         points = self._points(run)
         return {
-            "name": name,
-            "link": "/run/" + quote(name),
+            "name": shown(name),
+            "link": "/run/" + quote(os.fsencode(name)),
             "verdict": verdict,
             "colour": colour(verdict),
             "figures": figures(seen),
@@ -72,6 +73,7 @@ def make_app(folder: Path) -> Flask:
     app.config["TRUSTED_HOSTS"] = [LOOPBACK, "localhost"]
     sizes = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "bottom": BOTTOM, "top": TOP}
     app.jinja_env.globals["size"] = sizes
+    app.jinja_env.finalize = lambda value: shown(value) if type(value) is str else value
 
     @app.get("/")
     def index() -> str:
@@ -80,7 +82,7 @@ def make_app(folder: Path) -> Flask:
 
     @app.get("/run/<path:name>")
     def run(name: str) -> str:
-        path = board.runs().get(name)
+        path = board.runs().get(os.fsdecode(name.encode("utf-8", "surrogateescape")))
         if path is None:
             abort(404)
         return render_template("run.html", card=board.card(name, path), part="part" in request.args)

@@ -19,6 +19,7 @@ import tempfile
 if __package__:
     from draftsmith.runs import shim
 else:  # sent to a host that has nothing else of ours
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import shim  # type: ignore[import-not-found, no-redef]
 
 

@@ -23,6 +23,7 @@ from importlib import metadata
 if __package__:
     from draftsmith.runs import shim
 else:  # sent to a host that has nothing else of ours
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import shim  # type: ignore[import-not-found, no-redef]
 
 Row = dict  # of name, level, told and cure
@@ -166,7 +167,10 @@ def leftovers() -> Iterator[Row]:
         if found:
             attempts.setdefault(found.group(1), []).append(process["pid"])
     for attempt, pids in sorted(attempts.items()):
-        if shim.is_same(shim.read_json(f"{attempt}/record.json").get("shim")):
+        record = shim.read_json(f"{attempt}/record.json")
+        if not record:
+            yield row("run", f"{attempt}, of processes {pids}, cannot be seen from here: another container's or user's")
+        elif shim.is_same(record.get("shim")):
             yield row("run", f"{attempt} is alive")
         else:
             told = f"{attempt} has no supervisor, and {pids} go on"

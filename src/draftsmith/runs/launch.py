@@ -3,6 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +15,14 @@ Level = Literal["start", "imports", "model", "step"]
 # Phases in the order a trainer goes through them; being in a later one proves the earlier.
 ORDER = ("interpreter", "imports", "preparing", "model", "compiling", "training", "saving", "evaluating")
 REACHED: Mapping[Level, str] = {"imports": "imports", "model": "model", "step": "training"}
-POLL_S, RETRY_S = 0.2, 5.0
+# A driver that wakes its GPUs, or a repository on a slow disk, takes its time.
+POLL_S, RETRY_S, START_S = 0.2, 5.0, 120.0
 
 
 def find_runs(folder: Path) -> list[Path]:
     """Launched runs: the folder itself, those in it and one level further down."""
-    found = [path for pattern in ("", "*/", "*/*/") for path in folder.glob(pattern + "attempts/0001")]
-    return sorted(path.parent.parent for path in found)
+    found = {path.parent.parent for pattern in ("", "*/", "*/*/") for path in folder.glob(pattern + "attempts/[0-9]*")}
+    return sorted(found)
 
 
 def look(host: Host, run: str) -> Verdict:
@@ -61,9 +63,11 @@ def launch(
     reached, the run left as it is.
     """
     try:
-        started = ask(host, ["start"], {"run": run, "argv": list(argv), **spec})
+        started = ask(host, ["start"], {"run": run, "argv": list(argv), **spec}, timeout=START_S)
     except Unreachable as error:
-        raise RunError(f"{host.name} cannot be reached: {error}") from error
+        raise RunError(
+            f"{host.name} cannot be reached: {error}; whether it began can be seen with `draftsmith status`"
+        ) from error
     say(f"started {started['attempt']} on {host.name}, supervisor pid {started['shim']}; it goes on without this terminal")
     deadline, told = time.monotonic() + wait_s, ""
     while True:
@@ -99,6 +103,8 @@ def log_chunks(host: Host, run: str, *, follow: bool, poll_s: float = 0.5) -> It
             continue
         if not seen.get("attempt"):
             raise RunError(f"{run} has no attempt on {host.name}; launch it first")
+        if (seen["log"]["size"] or 0) < offset:
+            offset = 0  # it was cut
         # A log that grows faster than it is read would never end.
         end = end or seen["log"]["size"] or 0
         piece = seen.get("chunk", "").encode("latin-1")
@@ -123,7 +129,8 @@ def stop(host: Host, run: str, *, wait_s: float, say: Callable[[str], None]) -> 
     if not verdict.alive:
         return verdict
     # The supervisor, too, gives what the trainer says that a step and a save need, if that is longer.
-    grace = max(float(seen["record"].get("grace_s", 120)), float(seen["phase"].get("stop_s") or 0.0))
+    told_s = seen["phase"].get("stop_s")
+    grace = max(float(seen["record"].get("grace_s", 120)), told_s if isinstance(told_s, float) and isfinite(told_s) else 0.0)
     say(f"asked it to stop; the trainer has {grace:.0f} s to finish its step and save")
     begin, asked, told = time.monotonic(), False, False
     while verdict.alive:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from draftsmith.runs.verdict import Verdict
+from draftsmith.runs.verdict import DAMAGE, Verdict
 
 COLOURS = {"running": "green", "compiling": "cyan", "silent": "yellow", "hung": "red", "unreachable": "magenta"}
 
@@ -15,6 +15,11 @@ def colour(verdict: Verdict) -> str:
     return COLOURS.get(verdict.name, "yellow" if verdict.alive else "red")
 
 
+def shown(text: object) -> str:
+    """Text that every terminal and page can take: file names and records may hold bytes that are no characters."""
+    return str(text).encode("utf-8", "replace").decode()
+
+
 def span(seconds: float) -> str:
     """A length of time, as short as people say it."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
@@ -24,8 +29,13 @@ def span(seconds: float) -> str:
 
 def figures(seen: Mapping[str, Any]) -> dict[str, str]:
     """What there is to tell about a run, by name, in reading order; only what is known."""
-    if not seen.get("attempt"):
-        return {}
+    try:
+        return {name: shown(told) for name, told in _figures(seen).items()} if seen.get("attempt") else {}
+    except DAMAGE as error:
+        return {"record": f"damaged: {error}", "log": f"{seen['attempt']}/log"}
+
+
+def _figures(seen: Mapping[str, Any]) -> dict[str, str]:
     phase, beat, record = seen.get("phase") or {}, seen.get("heartbeat") or {}, seen.get("record") or {}
     end, now = seen.get("exit") or {}, seen["now"]["boot"]
     rows: dict[str, str] = {}

@@ -6,6 +6,7 @@ input. A wrapper's exit code and silence prove nothing; only the shim's own line
 
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -87,9 +88,11 @@ class Host:
 
 def _shared_connection() -> list[str]:
     """One connection for many questions, kept for a minute, behind a socket in a folder that is ours alone; else none is shared."""
-    # Short: a socket's path may have some hundred characters.
-    folder = Path(tempfile.gettempdir()) / f"draftsmith-ssh-{os.getuid()}"
     try:
+        folder = Path(tempfile.gettempdir()) / f"draftsmith-ssh-{os.getuid()}"
+        # A socket's path may have some hundred characters, and ssh reads an option's value in its own way.
+        if len(str(folder)) > 45 or not re.fullmatch(r"[\w/.-]+", str(folder)):
+            return []
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError:
@@ -120,7 +123,7 @@ def ask(
         told = json.dumps({"files": files, "words": [tool, *words], "spec": told})
         argv = host.argv([host.python, "-c", BOOT])
     # A file: the connection that ssh keeps for later may keep its standard error, and a pipe would not end before it.
-    with tempfile.TemporaryFile() as errors:
+    with open(os.memfd_create("errors"), "w+b") as errors:
         done = _run(host, argv, told, errors, timeout)
         errors.seek(0)
         said = shim.redact(errors.read().decode("utf-8", "replace")).strip().splitlines()[-3:]

@@ -21,7 +21,7 @@ from draftsmith.errors import RunError, UsageError
 from draftsmith.runs import again
 from draftsmith.runs import launch as launching
 from draftsmith.runs.hosts import find_host
-from draftsmith.runs.show import colour, figures
+from draftsmith.runs.show import colour, figures, shown
 from draftsmith.runs.sync import sync
 from draftsmith.runs.transport import Host, Unreachable, ask
 from draftsmith.runs.verdict import Verdict
@@ -36,7 +36,7 @@ MARKS = {"good": ("ok", "green"), "warn": ("!!", "yellow"), "bad": ("NO", "red")
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(shown(line), flush=True)
 
 
 def _where(run: str) -> tuple[Host, str]:
@@ -53,7 +53,8 @@ def _exit(verdict: Verdict) -> typer.Exit:
 
 
 def _title(run: str, verdict: Verdict) -> Text:
-    return Text(f"{run}: ").append(verdict.name, style=f"bold {colour(verdict)}").append(verdict.line()[len(verdict.name) :])
+    line = shown(verdict.line())
+    return Text(f"{run}: ").append(verdict.name, style=f"bold {colour(verdict)}").append(line[len(verdict.name) :])
 
 
 def _screen(run: str, verdict: Verdict, seen: dict[str, Any]) -> Text:
@@ -208,7 +209,7 @@ def list_runs(folder: Annotated[Path, typer.Argument(help="Where to look.")] = P
     """
     found = launching.find_runs(folder)
     for run in found:
-        _print(_title(str(run), launching.look(Host(), str(run.resolve()))))
+        _print(_title(shown(run), launching.look(Host(), str(run.resolve()))))
     if not found:
         _say(f"no launched run below {folder}")
 

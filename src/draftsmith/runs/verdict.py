@@ -27,6 +27,8 @@ Name = Literal[
 ]
 SILENT_AFTER_S, STARTING_S = 60.0, 5.0
 FULL_BYTES, GPU_SLACK_MB = 2**20, 512
+# What records with odd values raise in whoever reads them.
+DAMAGE = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 RAISED = re.compile(r"^(?:[\w.]+\.)?([A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Closed))\b:?(.*)$", re.MULTILINE)
 
@@ -66,13 +68,16 @@ def judge(seen: Mapping[str, Any]) -> Verdict:
             if verdict is not None:
                 return verdict
         return _by_phase(seen)
-    except (KeyError, TypeError, AttributeError) as error:
+    except DAMAGE as error:
         evidence = (f"a record in {seen.get('attempt')} lacks or garbles {error}",)
         alive = bool(seen.get("left") or seen.get("shim", {}).get("same"))
         return Verdict("record damaged", "what it says cannot be trusted", evidence, "look at the attempt's files", alive=alive)
 
 
 def _never(seen: Mapping[str, Any]) -> Verdict | None:
+    if not seen.get("attempt") and seen["exists"] and not seen.get("readable", True):
+        told = (f"{seen['run']} is there, but this user may not look into it",)
+        return Verdict("unreachable", "the run's folder is closed to this user", told, "ask as the user who launched it")
     if not seen.get("attempt"):
         where = "exists and holds no attempt" if seen["exists"] else "does not exist"
         return Verdict("never launched", "nothing was ever started here", (f"{seen['run']} {where}",), "launch it")
@@ -171,7 +176,8 @@ def _killed(end: Mapping[str, Any], number: int, sender: str, verdict: Any) -> V
             "look at its stacks; raise the grace if a save takes that long",
             *tail,
         )
-    if number == signal.SIGKILL and any(kills.values()):
+    # The cgroup's count says more: what was killed for memory elsewhere on the machine was not ours.
+    if number == signal.SIGKILL and kills.get("cgroup", kills.get("machine", 0)):
         sure, where = ("", "its memory limit (cgroup)") if kills.get("cgroup") else ("probably ", "the limit of some memory")
         return verdict(
             f"{sure}out of memory: the kernel killed it at {where}",
@@ -211,7 +217,10 @@ def _elsewhere(seen: Mapping[str, Any]) -> Verdict | None:
     then, now = seen["record"]["place"], seen["now"]
     last = seen["heartbeat"].get("wall")
     beat = f"last heartbeat {now['wall'] - last:.0f} s ago by the wall clock" if last else "no heartbeat was written"
-    changed = [name for name in ("boot_id", "pid_ns", "init_start") if then[name] != now[name]]
+    # What may not be seen, as pid 1 of a machine that hides processes of others, says nothing.
+    changed = [
+        name for name in ("boot_id", "pid_ns", "init_start") if None not in (then[name], now[name]) and then[name] != now[name]
+    ]
     if changed and then["host"] != now["host"]:
         changed.append("host")
     evidence = (*(f"{name} was {then[name]}, is {now[name]}" for name in changed), beat)
@@ -239,7 +248,8 @@ def _unsupervised(seen: Mapping[str, Any]) -> Verdict | None:
     if shim["now"]:
         zombie = shim["now"]["state"] in "ZX" and shim["now"]["start"] == record["shim"]["start"]
         gone = f"pid {number} is a corpse nobody collected" if zombie else f"pid {number} belongs to a stranger now"
-    evidence: tuple[str, ...] = (gone, f"last heartbeat {age:.0f} s ago", *_lines(seen["log"]["tail"], 3))
+    last_words = (*_lines(seen["log"]["tail"], 3), *_lines(seen["shim_log"], 3))
+    evidence: tuple[str, ...] = (gone, f"last heartbeat {age:.0f} s ago", *last_words)
     kills = {n: c for n, c in seen["now"].get("memory_kills", {}).items() if c}
     if kills:
         evidence = (*evidence, f"processes killed for memory since boot: {kills}")
