@@ -32,10 +32,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.compiling.cache import use_cache
 from draftsmith.compiling.compiler import Compiler
+from draftsmith.draft.ends import FrozenEnds
 from draftsmith.draft.mask import Backend
 from draftsmith.draft.model import Drafter, DrafterConfig
 from draftsmith.pipeline.plan import generator_for
-from draftsmith.pipeline.step import Core, FrozenEnds, StepSettings, drafter_core, run_pack
+from draftsmith.pipeline.step import Core, StepSettings, drafter_core, run_pack
 from draftsmith.types import Batch, HiddenStates, Tokens
 
 MECHANISMS = ("gate", "patch", "first_lock", "step_lock", "none")

@@ -11,11 +11,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from draftsmith.compiling.compiler import Compiler
 from draftsmith.config import TrainSection
 from draftsmith.data.packing import pack
+from draftsmith.draft.ends import FrozenEnds
 from draftsmith.draft.model import Drafter, DrafterConfig, default_target_layer_ids
 from draftsmith.pipeline.coordinator import Coordinator, Outcome, StopRequest
 from draftsmith.pipeline.plan import Plan, generator_for
 from draftsmith.pipeline.replicas import Replica
-from draftsmith.pipeline.step import FrozenEnds, StepSettings, drafter_core
+from draftsmith.pipeline.step import StepSettings, drafter_core
 from draftsmith.pipeline.workers import Job
 from draftsmith.target.capture import Capture
 from draftsmith.target.load import Target

@@ -1,6 +1,6 @@
 """What the supervisor costs: its share of one core and its memory, the file alone under a chosen Python.
 
-    python benchmarks/supervisor.py --json --seconds 60 --python /usr/bin/python3
+python benchmarks/supervisor.py --json --seconds 60 --python /usr/bin/python3
 """
 
 import argparse

@@ -19,8 +19,9 @@ from draftsmith.compiling.compiler import Compiler
 from draftsmith.compiling.settings import apply_settings, settings_in_force
 from draftsmith.compiling.warmup import Warmed, seconds_left, warm_up, worth_compiling
 from draftsmith.data.packing import pack
+from draftsmith.draft.ends import FrozenEnds
 from draftsmith.errors import CompileError
-from draftsmith.pipeline.step import FrozenEnds, StepSettings, blank_batch, drafter_core, run_pack
+from draftsmith.pipeline.step import StepSettings, blank_batch, drafter_core, run_pack
 from draftsmith.target.capture import Capture
 from draftsmith.target.load import Target, share_weights
 from draftsmith.types import Batch, Document, HiddenStates

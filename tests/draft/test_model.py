@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.draft.anchors import Anchors
+from draftsmith.draft.ends import FrozenEnds
 from draftsmith.draft.model import DrafterConfig, default_target_layer_ids
 from draftsmith.errors import ConfigError
-from draftsmith.pipeline.step import FrozenEnds, drafted_hidden
+from draftsmith.pipeline.step import drafted_hidden
 from draftsmith.types import Batch, HiddenStates, Tokens
 from tests.conftest import tiny_drafter
 

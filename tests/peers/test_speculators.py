@@ -8,9 +8,10 @@ import torch
 
 from draftsmith.checkpoint.export import export_drafter
 from draftsmith.draft.anchors import Anchors, slot_targets
+from draftsmith.draft.ends import FrozenEnds
 from draftsmith.draft.loss import slot_weights
 from draftsmith.draft.model import Drafter
-from draftsmith.pipeline.step import FrozenEnds, StepSettings, drafted_hidden, run_pack
+from draftsmith.pipeline.step import StepSettings, drafted_hidden, run_pack
 from draftsmith.target.load import Target
 from draftsmith.types import Batch, HiddenStates
 from tests.conftest import load_fp32, tiny_drafter

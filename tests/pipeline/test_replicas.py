@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from draftsmith.config import TrainSection
+from draftsmith.draft.ends import FrozenEnds
 from draftsmith.errors import PipelineError
 from draftsmith.pipeline.replicas import GradientExchange, Replica
-from draftsmith.pipeline.step import FrozenEnds
 from tests.conftest import tiny_drafter
 
 ENDS = FrozenEnds(torch.zeros(1, 32), torch.zeros(1, 32))

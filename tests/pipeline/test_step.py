@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draftsmith.pipeline.step import FrozenEnds, StepSettings, anchors_for, drafted_hidden, run_pack
+from draftsmith.draft.ends import FrozenEnds
+from draftsmith.pipeline.step import StepSettings, anchors_for, drafted_hidden, run_pack
 from draftsmith.types import Batch, HiddenStates, StepResult, Tokens
 from tests.conftest import tiny_drafter
 from tests.draft.test_model import two_documents

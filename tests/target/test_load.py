@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GemmaConfig, GemmaForCausalLM
 
 from draftsmith.config import TargetSection
 from draftsmith.errors import TargetError
@@ -109,22 +108,6 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TargetError, match="cannot be loaded"):
         load_target(TargetSection(model=str(tmp_path)), CPU)
-
-
-def test_a_family_that_scales_embeddings_is_refused_rather_than_trained_wrongly(tmp_path: Path) -> None:
-    config = GemmaConfig(
-        vocab_size=264,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    GemmaForCausalLM(config).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(TargetError, match="scales its embeddings"):
-        load_target(TargetSection(model=str(tmp_path), dtype="fp32"), CPU)
 
 
 def test_report_d_the_mask_token_is_a_documented_choice() -> None:

@@ -51,6 +51,8 @@ def drafter_config(section: DraftSection, target: Target) -> tuple[DrafterConfig
     mask_token_id, how = choose_mask_token(target.tokenizer, target.vocab_size, section.mask_token_id)
     ids = section.target_layer_ids
     rope = getattr(text, "rope_parameters", None) or {}
+    # Families with sliding layers have one set for each kind.
+    rope = rope.get(FULL) or rope
     heads = section.num_attention_heads or text.num_attention_heads
     config = DrafterConfig(
         vocab_size=target.vocab_size,

@@ -24,7 +24,7 @@ from draftsmith.pipeline.coordinator import Coordinator, Emit, Evaluate, Outcome
 from draftsmith.pipeline.plan import generator_for, learning_rate
 from draftsmith.pipeline.replicas import Replica
 from draftsmith.pipeline.signals import StopRequest, stop_on_signals
-from draftsmith.pipeline.step import FrozenEnds, blank_batch, drafter_core, run_pack
+from draftsmith.pipeline.step import blank_batch, drafter_core, run_pack
 from draftsmith.pipeline.workers import Job
 from draftsmith.runs.events import RunEvents
 from draftsmith.runs.reporter import RunReporter
@@ -37,15 +37,11 @@ def build_replicas(run: Resolved, checkpoint: checkpoints.Checkpoint | None) -> 
     first.initialise(generator_for(run.config.train.seed, "weights", 0))
     if checkpoint is not None:
         check_weights(first, checkpoint.weights, f"checkpoint at step {checkpoint.step}")
-    target = run.targets[0]
-    tied = target.head.data_ptr() == target.embedding.data_ptr()
     replicas = []
     for rank, device in enumerate(run.drafter_devices):
         drafter = copy.deepcopy(first).to(device)
         # On the target's own device the drafter borrows the very same tensors; elsewhere it needs a copy, one if tied.
-        embedding = target.embedding.to(device)
-        ends = FrozenEnds(embedding, embedding if tied else target.head.to(device))
-        replica = Replica(rank, drafter, ends, run.config.train)
+        replica = Replica(rank, drafter, run.targets[0].ends.to(device), run.config.train)
         if checkpoint is not None:
             replica.load(checkpoint.weights, checkpoint.optimizer)
         replicas.append(replica)

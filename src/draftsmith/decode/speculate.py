@@ -1,18 +1,17 @@
 """Speculative decoding of one prompt: the drafter proposes a block, the target checks it in one pass, a prefix is kept.
 
-Greedily the output is exactly the target's own; sampled, it is distributed as the target's own. Caches are cropped to what was
-accepted.
+Greedily the output is exactly the target's own; sampled, it is distributed as the target's own. Caches hold only what was kept.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
 from draftsmith.decode.acceptance import Greedy, Policy, Sampled, Sampling
+from draftsmith.decode.cache import TargetCache
 from draftsmith.draft.model import Drafter, DrafterConfig, KeyValue
 from draftsmith.errors import UsageError
 from draftsmith.target.capture import Recorder
@@ -49,11 +48,6 @@ class _DraftCache:
             KeyValue(torch.cat([old.key, more.key], dim=2), torch.cat([old.value, more.value], dim=2))
             for old, more in zip(self.layers, new, strict=True)
         ]
-
-
-def _crop(cache: DynamicCache, length: int) -> None:
-    # A negative count means "remove so many"; positive ones once meant a length and are deprecated.
-    cache.crop(length - cache.get_seq_length())
 
 
 def check_prompt(target: Target, prompt: list[int]) -> None:
@@ -108,15 +102,16 @@ class Speculator:
         self.drafter = share_weights(drafter)
         self.drafter.backend = "sdpa"
         self.target, self.config = target, drafter.config
-        self._features = features
+        self._features, self._passes = features, 0
         self._model = share_weights(target.model)
         blocks = self._model.get_decoder().layers
         self._recorder = Recorder(blocks, self.config.target_layer_ids)
 
-    def _pass(self, ids: list[int], cache: DynamicCache, keep: int) -> tuple[Tensor, Tensor]:
+    def _pass(self, ids: list[int], cache: TargetCache, keep: int) -> tuple[Tensor, Tensor]:
         """One target pass over new ids: logits [keep, V] of the last `keep` positions (all if 0), features [1, T, n*D]."""
         tokens = torch.tensor([ids], device=self.target.device)
-        logits = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+        self._passes += 1
+        logits = self._model(tokens, past_key_values=cache.inner, use_cache=True, logits_to_keep=keep).logits
         features = self._recorder.take(self.config.hidden_size)
         return logits[0], features if self._features is None else self._features(features)
 
@@ -129,8 +124,8 @@ class Speculator:
         ids = torch.full((1, slots), self.config.mask_token_id, device=device)
         ids[0, 0] = token
         positions = torch.arange(seen, seen + slots, device=device)[None]
-        hidden = self.drafter(F.embedding(ids, self.target.embedding), positions, cache.layers, self._masks(seen, slots))
-        return hidden[0, 1:] @ self.target.head.T
+        hidden = self.drafter(self.target.ends.embed(ids), positions, cache.layers, self._masks(seen, slots))
+        return self.target.ends.logits(hidden[0, 1:])
 
     def _masks(self, seen: int, slots: int) -> dict[str, Tensor] | None:
         if self.config.sliding_window is None:
@@ -143,20 +138,20 @@ class Speculator:
 
     def decode(self, prompt: list[int], max_new_tokens: int, sampling: Sampling | None = None) -> Decoded:
         """Speculative decoding of a whole answer. Greedy without `sampling`: the same ids as `decode_plain` in exact arithmetic."""
+        before = self._passes
         checks = list(self.stream(prompt, max_new_tokens, sampling))
-        return Decoded([token for fresh in checks for token in fresh], [len(fresh) for fresh in checks[1:]], len(checks))
+        ids = [token for fresh in checks for token in fresh]
+        return Decoded(ids, [len(fresh) for fresh in checks[1:]], self._passes - before)
 
     def stream(self, prompt: list[int], max_new_tokens: int, sampling: Sampling | None = None) -> Iterator[list[int]]:
         """The answer as it comes: the first token, then what each check keeps. The stop token, if one comes, is the last."""
         check_prompt(self.target, prompt)
         policy = _policy(sampling, self.target.device)
-        target_cache, draft_cache = DynamicCache(config=self._model.config), _DraftCache()
-        # Layers with bounded state (sliding windows, recurrences) must remember enough to be cropped back.
-        target_cache.activate_past_recording()
+        target_cache, draft_cache = TargetCache(self._model.config), _DraftCache()
         # A generator must not leave inference mode on while its caller runs.
         with torch.inference_mode():
             logits, features = self._pass(prompt, target_cache, keep=1)
-            _crop(target_cache, len(prompt))
+            target_cache.forget(0)
             fresh, written = [policy.first(logits[-1])], 1
         yield fresh
         while written < max_new_tokens and fresh[-1] not in self.target.end_ids:
@@ -165,10 +160,18 @@ class Speculator:
             slots = min(self.config.block_size, max_new_tokens - written + 1)
             with torch.inference_mode():
                 drafted = policy.propose(self._draft(draft_cache, features, seen, fresh[-1], slots))
-                logits, features = self._pass([fresh[-1], *drafted.tolist()], target_cache, keep=0)
+                target_cache.remember()
+                last = fresh[-1]
+                logits, features = self._pass([last, *drafted.tolist()], target_cache, keep=0)
                 agreed, added = policy.accept(logits)
                 fresh = self._until_end([*drafted[:agreed].tolist(), added][: max_new_tokens - written])
-                _crop(target_cache, seen + len(fresh))
+                refused = slots - len(fresh)
+                if refused and target_cache.is_recurrent:
+                    target_cache.forget(slots)
+                    _, features = self._pass([last, *fresh[:-1]], target_cache, keep=1)
+                    target_cache.forget(0)
+                else:
+                    target_cache.forget(refused)
                 features = features[:, : len(fresh)]
             written += len(fresh)
             yield fresh

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from draftsmith.draft.ends import cap_logits
+
 CHUNK_ELEMENTS = 2**24
 
 
@@ -37,22 +39,28 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
 
 class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, rows: int, cap: float | None
+    ) -> tuple[Tensor, Tensor]:
         wants_grad = ctx.needs_input_grad[0]
         grad = torch.empty_like(hidden) if wants_grad else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         guesses = torch.empty_like(labels)
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
-            logits = (hidden[part] @ head.T).float()
-            guesses[part] = logits.argmax(dim=-1)
+            raw = (hidden[part] @ head.T).float()
+            # Before the cap, which keeps their order but may round the largest to the same value.
+            guesses[part] = raw.argmax(dim=-1)
+            logits = cap_logits(raw, cap)
+            # How much a capped logit still moves with the one before it.
+            slope = 1.0 if cap is None else 1.0 - (logits / cap).square()
             log_z = logits.logsumexp(dim=-1)
             right = logits.gather(-1, labels[part, None]).squeeze(-1)
             loss_sum += (weights[part] * (log_z - right)).sum()
             if grad is not None:
                 d_logits = logits.sub_(log_z[:, None]).exp_()
                 d_logits[torch.arange(d_logits.shape[0], device=hidden.device), labels[part]] -= 1.0
-                d_logits *= weights[part, None]
+                d_logits *= weights[part, None] * slope
                 grad[part] = d_logits.to(head.dtype) @ head
         if grad is not None:
             ctx.save_for_backward(grad)
@@ -60,21 +68,27 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         return loss_sum, guesses
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None]:
         (grad,) = ctx.saved_tensors
-        return grad * grads[0], None, None, None, None
+        return grad * grads[0], None, None, None, None, None
 
 
 def chunked_head_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, *, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    *,
+    cap: float | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> SlotLoss:
-    """Sum of weights x cross-entropy of `hidden @ head.T` against `labels`.
+    """Sum of weights x cross-entropy of `hidden @ head.T`, capped where the target caps, against `labels`.
 
-    hidden: [N, D]; head: [V, D], frozen; labels: int64 [N]; weights: float32 [N]. At most `chunk_elements` logits exist at
+    hidden: [N, D]; head: [V, D], frozen; labels: int64 [N]; weights: float32 [N]; cap: limit of the logits. At most `chunk_elements` logits exist at
     once (at least one row).
     """
     rows = max(1, chunk_elements // head.shape[0])
-    loss_sum, guesses = _ChunkedHeadLoss.apply(hidden, head, labels, weights, rows)
+    loss_sum, guesses = _ChunkedHeadLoss.apply(hidden, head, labels, weights, rows, cap)
     return SlotLoss(loss_sum, guesses)
 
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from draftsmith.compiling.gate import Gate
 from draftsmith.config import TrainSection
+from draftsmith.draft.ends import FrozenEnds
 from draftsmith.draft.model import Drafter
 from draftsmith.errors import PipelineError
-from draftsmith.pipeline.step import FrozenEnds
 
 
 class GradientExchange:

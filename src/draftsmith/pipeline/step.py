@@ -4,24 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from draftsmith.draft.anchors import Anchors, block_inputs, choose_anchors, slot_positions, slot_targets
+from draftsmith.draft.ends import FrozenEnds
 from draftsmith.draft.loss import accepted_lengths, chunked_head_loss, slot_weights
 from draftsmith.draft.mask import build_mask
 from draftsmith.draft.model import SLIDING, Drafter
 from draftsmith.pipeline.plan import generator_for
 from draftsmith.types import Batch, HiddenStates, StepResult, Tokens
-
-
-@dataclass(frozen=True)
-class FrozenEnds:
-    """The target's embedding and head, [V, D] each, on a drafter's device."""
-
-    embedding: Tensor
-    head: Tensor
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ def drafted_hidden(
     document_ids, position_ids = tokens.document_ids.to(device), tokens.position_ids.to(device)
     slots = block_inputs(tokens.ids.to(device), anchors, config.block_size, config.mask_token_id)
     positions = slot_positions(position_ids, anchors, config.block_size)
-    embedded = F.embedding(slots.flatten(), ends.embedding).to(dtype)
+    embedded = ends.embed(slots.flatten()).to(dtype)
     context = (features[None], position_ids[None])
     hidden = core(drafter, *context, embedded[None], positions.flatten()[None], document_ids, anchors)
     return hidden[0].unflatten(0, (anchors.positions.numel(), config.block_size))
@@ -114,7 +106,7 @@ def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSet
     rows = targets.supervised.flatten().nonzero().squeeze(1)
     used = weights.flatten()[rows]
     loss = chunked_head_loss(
-        hidden[:, 1:].flatten(0, 1)[rows], ends.head.to(settings.dtype), targets.labels.flatten()[rows], used
+        hidden[:, 1:].flatten(0, 1)[rows], ends.head.to(settings.dtype), targets.labels.flatten()[rows], used, cap=ends.cap
     )
     if torch.is_grad_enabled():
         loss.loss_sum.backward()

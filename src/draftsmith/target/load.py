@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.config import TargetSection
+from draftsmith.draft.ends import FrozenEnds
 from draftsmith.errors import TargetError
 
 M = TypeVar("M", bound=nn.Module)
@@ -24,8 +25,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Target:
     """One frozen replica on one device, used by one thread.
 
-    name: folder, id or file it came from; blocks: its decoder blocks in order; embedding and head: [V, D], its own
-    weights, which the drafter borrows; end_ids: token ids that end a turn.
+    name: folder, id or file it came from; blocks: its decoder blocks in order; ends: its own embedding and head, which the
+    drafter borrows; end_ids: token ids that end a turn.
     """
 
     name: str
@@ -34,9 +35,18 @@ class Target:
     device: torch.device
     decoder: nn.Module
     blocks: nn.ModuleList
-    embedding: Tensor
-    head: Tensor
+    ends: FrozenEnds
     end_ids: frozenset[int]
+
+    @property
+    def embedding(self) -> Tensor:
+        """Its embedding [V, D]."""
+        return self.ends.embedding
+
+    @property
+    def head(self) -> Tensor:
+        """Its head [V, D]."""
+        return self.ends.head
 
     @property
     def vocab_size(self) -> int:
@@ -72,15 +82,42 @@ def _wrap(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: tor
         raise TargetError(
             f"target '{name}' ({type(model).__name__}): its decoder has no list 'layers' to take hidden states from"
         )
+    end_ids = _end_ids(tokenizer, model.generation_config)
+    return Target(name, model, tokenizer, device, decoder, blocks, _ends(name, model, decoder, blocks), end_ids)
+
+
+def _ends(name: str, model: Any, decoder: Any, blocks: nn.ModuleList) -> FrozenEnds:
+    """Embedding and head with what the family does around them, tried on two tokens: whoever does more than we know is refused."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    plain = type(embedding) is nn.Embedding and type(head) is nn.Linear and head.bias is None
-    if not plain or getattr(model.config.get_text_config(), "final_logit_softcapping", None):
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    ends = FrozenEnds(
+        embedding.weight.detach(),
+        head.weight.detach(),
+        float(getattr(embedding, "embed_scale", 1.0)),
+        float(cap) if cap else None,
+    )
+    ids = torch.tensor([[1, ends.embedding.shape[0] // 2]], device=ends.embedding.device)
+    entered: list[Tensor] = []
+
+    def keep(_block: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        entered.append(args[0] if args else kwargs["hidden_states"])
+
+    hook = blocks[0].register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        with torch.inference_mode():
+            logits = model(ids, use_cache=False).logits
+            left = decoder(ids, use_cache=False).last_hidden_state
+            wrong = [] if torch.equal(entered[0], ends.embed(ids)) else ["embedded tokens"]
+            difference = (ends.logits(left).float() - logits.float()).abs().max()
+            wrong += [] if difference <= 0.02 * logits.float().abs().max() else ["logits"]
+    finally:
+        hook.remove()
+    if wrong:
         raise TargetError(
-            f"target '{name}' ({type(model).__name__}) scales its embeddings or caps its logits, which is not supported yet; "
-            "use a Llama- or Qwen-like target"
+            f"target '{name}' ({type(model).__name__}): its {' and '.join(wrong)} are not those of embedding and head with a scale and a cap; "
+            "this family does something more there, which a drafter would have to do too, and is not supported yet"
         )
-    ends = _end_ids(tokenizer, model.generation_config)
-    return Target(name, model, tokenizer, device, decoder, blocks, embedding.weight.detach(), head.weight.detach(), ends)
+    return ends
 
 
 def _end_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> frozenset[int]:
