@@ -261,3 +261,24 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     (path / "model.safetensors").write_bytes(payload)
     with pytest.raises(CheckpointError, match="damaged checkpoint"):
         load_drafter(path)
+
+
+def test_the_best_checkpoint_is_a_link_that_rotation_spares(tmp_path: Path) -> None:
+    taus = {1: 1.5, 2: 2.5, 3: 2.0, 4: 2.5, 5: 1.0}
+    for step, tau in taus.items():
+        save.save_checkpoint(tmp_path, checkpoint(step), keep=2)
+        assert save.mark_best(tmp_path, step, tau) == (step in (1, 2)), "equal is not better"
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (2, 4, 5)] + [
+        "checkpoint-best"
+    ]
+    assert save.best_step(tmp_path) == 2
+    assert save.load_checkpoint(tmp_path / "checkpoint-best").step == 2
+    assert save.find_latest(tmp_path)[0] == tmp_path / "checkpoint-5", "best is not latest"
+    (tmp_path / "best.json").write_text("{")
+    assert save.mark_best(tmp_path, 5, 0.5), "a note that cannot be read knows no better"
+    save.set_aside_after(tmp_path, 4)
+    assert save.best_step(tmp_path) is None
+    assert not (tmp_path / "best.json").exists()
+    save.mark_best(tmp_path, 4, 0.1)
+    save.set_aside_after(tmp_path, 4)
+    assert save.best_step(tmp_path) == 4

@@ -119,7 +119,7 @@ def _saver(run: Resolved, root: Path, compiled: bool, emit: Emit) -> Save:
     return save
 
 
-def _evaluator(run: Resolved, prompts: list[Prompt], emit: Emit) -> Evaluate:
+def _evaluator(run: Resolved, root: Path, prompts: list[Prompt], emit: Emit) -> Evaluate:
     def evaluate(step: int, replica: Replica, interrupted: Callable[[], bool]) -> None:
         if not prompts:
             return
@@ -127,7 +127,8 @@ def _evaluator(run: Resolved, prompts: list[Prompt], emit: Emit) -> Evaluate:
         drafter = replica.drafter if replica.flat.device == target.device else copy.deepcopy(replica.drafter).to(target.device)
         tau = measure_tau(Speculator(target, drafter), prompts, run.config.evaluate.max_new_tokens, interrupted)
         if tau is not None:
-            emit("evaluation", {"step": step, "tau": tau, "prompts": len(prompts)})
+            best = checkpoints.mark_best(root, step, tau)
+            emit("evaluation", {"step": step, "tau": tau, "prompts": len(prompts), "best": best})
 
     return evaluate
 
@@ -190,7 +191,7 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
             coordinator = Coordinator(
                 job,
                 save=_saver(run, root, compiler.enabled, events.emit),
-                evaluate=_evaluator(run, prompts, events.emit),
+                evaluate=_evaluator(run, root, prompts, events.emit),
                 emit=events.emit,
                 stop=stop,
             )

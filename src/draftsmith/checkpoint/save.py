@@ -8,6 +8,7 @@ import errno
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from draftsmith.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 PREFIX = "checkpoint-"
+BEST, BEST_NOTE = f"{PREFIX}best", "best.json"
 FILES = frozenset(
     ["config.json", "model.safetensors", "optimizer.safetensors", "scheduler.json", "rng_state.json", "trainer_state.json"]
 )
@@ -147,7 +149,39 @@ def set_aside_after(root: Path, step: int) -> list[str]:
             free = next(n for n in itertools.count() if not (root / f"left-{n}-{path.name}").exists())
             path.rename(root / f"left-{free}-{path.name}")
             told.append(f"going back to step {step}: {path.name} is now left-{free}-{path.name}")
+    if (best_step(root) or 0) > step:
+        (root / BEST).unlink()
+        (root / BEST_NOTE).unlink(missing_ok=True)
     return told
+
+
+def best_step(root: Path) -> int | None:
+    """The step that `checkpoint-best` stands for, if there is one."""
+    try:
+        return int(os.readlink(root / BEST).removeprefix(PREFIX))
+    except (OSError, ValueError):
+        return None
+
+
+def mark_best(root: Path, step: int, tau: float) -> bool:
+    """Let `root/checkpoint-best` be a link to `checkpoint-N` if its tau is higher than any before; whether it is.
+
+    Rotation spares what it points to.
+    """
+    note = root / BEST_NOTE
+    try:
+        known = float(json.loads(note.read_bytes())["tau"])
+    except (OSError, ValueError, KeyError, TypeError):
+        known = -math.inf
+    if best_step(root) is not None and known >= tau:
+        return False
+    link, aside = root / f".{BEST}.tmp", root / f".{BEST_NOTE}.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"{PREFIX}{step}")
+    link.replace(root / BEST)
+    _write(aside, _json({"step": step, "tau": tau}))
+    aside.replace(note)
+    return True
 
 
 def _numbered(root: Path) -> list[tuple[int, Path]]:
@@ -161,7 +195,8 @@ def _numbered(root: Path) -> list[tuple[int, Path]]:
 
 def _rotate(root: Path, newest: Path, keep: int) -> None:
     # The one just written is known to be whole and is never a candidate, so a valid one always remains.
-    others = [path for _, path in _numbered(root) if path != newest]
+    best = best_step(root)
+    others = [path for number, path in _numbered(root) if path != newest and number != best]
     for path in others[: max(0, len(others) + 1 - keep)]:
         _discard(path)
 

@@ -145,7 +145,8 @@ class RunEvents:
             self.say(f"step {step}: saved {fields['path']}")
         elif kind == "evaluation":
             self._tau = float(str(fields["tau"]))
-            self.say(f"step {step}: tau {self._tau:.2f} measured by decoding {fields['prompts']} held-out prompts")
+            best = ", the best so far: checkpoint-best" if fields.get("best") else ""
+            self.say(f"step {step}: tau {self._tau:.2f} measured by decoding {fields['prompts']} held-out prompts{best}")
         self._keep(record, step)
 
     def _progress(self, step: int, record: Mapping[str, Any]) -> None:
