@@ -34,7 +34,7 @@ class Counter:
 
 def main() -> int:
     counter = Counter()
-    places = ["tests/runs", "tests/faults/test_random_kills.py"]
+    places = ["tests/faults/test_verdicts.py", "tests/runs", "tests/faults/test_random_kills.py"]
     code = pytest.main(["-v", "-m", "", "-o", "faulthandler_timeout=1500", *places], plugins=[counter])
     for name in sorted(counter.skipped):
         print(f"skipped: {name}")
