@@ -20,7 +20,7 @@ test: $(READY) $(PEERS)
 
 # Kill -9 at 20 random moments of a run, resuming each time (minutes).
 test-kill: $(READY)
-	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3000 tests/faults
+	$(BIN)/python -m pytest -m slow -o faulthandler_timeout=3000 tests/faults/test_kill.py
 
 # Over 20,000 sampled outputs, each against the target's own distribution (minutes).
 test-sampling: $(READY)
