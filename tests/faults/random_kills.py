@@ -229,15 +229,16 @@ class Series:
             assert not ended.alive
         left = shim.members(f"{self.run}/attempts/")
         assert not left, f"orphans after a stop: {left}"
-        supervisors = [
-            pid for pid in shim.descendants(0) if f"supervise\0{self.run}\0" in shim.read_text(f"/proc/{pid}/cmdline")
-        ]
-        assert not supervisors, "a supervisor is left"
+        # It goes right after its last word.
+        until(lambda: not self.supervisors(), "the supervisor's own end", seconds=WITHIN_S)
         log = (self.attempts()[-1] / "log").read_text() if self.attempts() else ""
         resumed = re.search(r"resuming at step (\d+)", log)
         assert resumed is None or int(resumed.group(1)) == before, f"resumed at {resumed}, though step {before} was saved"
         assert self.newest_whole() >= before, f"checkpoint {before} was lost"
         assert all(stranger.poll() is None for stranger in self.strangers), "a stranger was signalled"
+
+    def supervisors(self) -> list[int]:
+        return [pid for pid in shim.descendants(0) if f"supervise\0{self.run}\0" in shim.read_text(f"/proc/{pid}/cmdline")]
 
     def finish(self) -> str:
         """Train to the end undisturbed; the digest of the final weights."""
