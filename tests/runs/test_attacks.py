@@ -208,6 +208,7 @@ ODD = {
     "stop_s": '{"name": "training", "boot": 1.0, "deadline": 9e9, "stop_s": "abc"}',
     "left_s": '{"name": "training", "boot": 1.0, "deadline": 9e9, "step": 3, "left_s": NaN}',
     "name": '{"name": "\\ud800", "boot": 1.0, "deadline": 9e9}',
+    "pid": '{"name": "model", "boot": 1.0, "deadline": 1.0, "stacks_signal": 10, "pid": []}',
     "types": '{"name": [1], "boot": "x", "deadline": {}, "step": "3", "pid": [], "loss": "high", "stop_s": NaN}',
     "huge": '{"name": "training", "boot": 1e400, "deadline": 9e9, "step": 3, "steps": 0, "tokens_per_s": Infinity, "left_s": 1e308}',
 }

@@ -259,10 +259,10 @@ class Supervisor:
         idle = 0 <= ticks - self.ticks <= 0.05 * (now - self.beaten) * os.sysconf("SC_CLK_TCK")
         self.grew = self.grew if log["written"] == self.grew[0] else (log["written"], now)
         late = isinstance(phase.get("deadline"), float) and now > phase["deadline"]
-        willing = phase.get("stacks_signal") == signal.SIGUSR1 and phase.get("pid") in tree
+        willing = [p for p in tree.values() if p["pid"] == phase.get("pid") and phase.get("stacks_signal") == signal.SIGUSR1]
         if late and idle and willing and not self.stacks_asked:
             self.stacks_asked = True
-            send([tree[phase["pid"]]], signal.SIGUSR1)
+            send(willing, signal.SIGUSR1)
         if not (os.path.exists(self.attempt) and os.path.samestat(os.stat(self.attempt), os.stat("."))):
             self.begin_stop({"by": "the supervisor, because the run's folder is gone"})
         beat = {"boot": now, "wall": time.time(), "log": log, "log_grew": self.grew[1], "idle": idle}
