@@ -104,7 +104,9 @@ def log_chunks(host: Host, run: str, *, follow: bool, poll_s: float = 0.5) -> It
         if not seen.get("attempt"):
             raise RunError(f"{run} has no attempt on {host.name}; launch it first")
         if (seen["log"]["size"] or 0) < offset:
-            offset = 0  # it was cut
+            # It was cut, and what was asked for lies past its end: ask again, even if the run is over by now.
+            offset = 0
+            continue
         # A log that grows faster than it is read would never end.
         end = end or seen["log"]["size"] or 0
         piece = seen.get("chunk", "").encode("latin-1")
