@@ -160,8 +160,11 @@ class Series:
     def hit(self, victim: str, client: subprocess.Popen[bytes], count: int, *, stopping: bool) -> str:
         """Kill, then ask for the verdict until it is what it must be; nothing else may be said of a dead run meanwhile."""
         if victim == "launcher":
+            helpers = list(shim.descendants(client.pid).values())
             client.kill()
             client.wait()
+            # What it had asked for may be under way, and begin the attempt after all.
+            until(lambda: not any(map(self.is_starting, helpers)), "the launcher's helper to end", seconds=30)
             return self.after_launcher(count)
         if victim == "reader":
             words = [sys.executable, "-m", "draftsmith", "logs", "-f", self.run]
@@ -191,6 +194,9 @@ class Series:
             orphan = "shim" in alive and line.startswith("supervisor killed")
             assert fine or still or orphan, f"'{line}' was said after {victim} was killed; expected {expected}"
         return next(iter(sorted(names)))
+
+    def is_starting(self, process: dict) -> bool:
+        return shim.is_same(process) and "\0start\0" in shim.read_text(f"/proc/{process['pid']}/cmdline")
 
     def kill(self, process: dict) -> bool:
         """Whether this process was there to be killed."""
