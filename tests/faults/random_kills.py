@@ -233,9 +233,8 @@ class Series:
         if verdict.alive:
             ended = stop(HERE, self.run, wait_s=30, say=lambda _line: None)
             assert not ended.alive
-        left = shim.members(f"{self.run}/attempts/")
-        assert not left, f"orphans after a stop: {left}"
-        # It goes right after its last word.
+        # A trainer's own helpers end when its pipes close, and the supervisor right after its last word.
+        until(lambda: not shim.members(f"{self.run}/attempts/"), "the end of everything the run has started", seconds=WITHIN_S)
         until(lambda: not self.supervisors(), "the supervisor's own end", seconds=WITHIN_S)
         log = (self.attempts()[-1] / "log").read_text() if self.attempts() else ""
         resumed = re.search(r"resuming at step (\d+)", log)
