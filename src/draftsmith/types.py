@@ -47,11 +47,13 @@ class Tokens:
 class HiddenStates:
     """Captured target features of one pack: [S, n*D] in the target's dtype, zero on padding.
 
-    ready: recorded on the producer's CUDA stream after the last write; the consumer's stream waits for it. None on CPU.
+    ready: recorded on the producer's CUDA stream after the last write; the consumer's stream waits for it. None on CPU. final: what
+    the target's head is given, [S, D], where the loss asks for the target's own distribution.
     """
 
     features: Tensor
     ready: torch.cuda.Event | None = None
+    final: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Batch:
 class StepResult(NamedTuple):
     """Sums over one or more packs; add them up and divide to get a mean.
 
-    loss_sum: weighted cross-entropy; weight_sum: sum of the weights; correct and counted: per predicted slot 1..K-1;
+    loss_sum: weighted losses in nats; weight_sum: sum of the weights; correct and counted: per predicted slot 1..K-1;
     accepted_sum: accepted tokens over `blocks` drafted blocks; tokens: real context tokens seen.
     """
 
@@ -96,7 +98,7 @@ class StepResult(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Weighted mean cross-entropy in nats; 0.0 where nothing was supervised."""
+        """Weighted mean loss in nats; 0.0 where nothing was supervised."""
         return self.loss_sum / self.weight_sum if self.weight_sum else 0.0
 
     @property

@@ -79,6 +79,28 @@ def test_every_candidate_is_drawn_equally_often() -> None:
 
 
 @settings(deadline=None, max_examples=200)
+@given(packs(), st.integers(2, 6), st.integers(1, 12), st.integers(0, 2**31))
+def test_no_document_gets_a_second_anchor_before_each_has_one(tokens: Tokens, block_size: int, count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    anchors = choose_anchors(tokens.loss_mask, tokens.document_ids, count=count, block_size=block_size, generator=generator)
+    of = tokens.document_ids.tolist()
+    taken = [of[a] for a in anchors.positions[anchors.valid].tolist()]
+    waiting = {of[a] for a in slow_candidates(tokens, block_size)} - set(taken)
+    assert not waiting or len(taken) == len(set(taken)) == count
+
+
+def test_with_too_few_anchors_a_short_document_is_chosen_as_often_as_a_long_one() -> None:
+    documents = torch.tensor([0] * 40 + [1] * 4)
+    mask = torch.ones(44, dtype=torch.bool)
+    short = 0
+    for seed in range(1000):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = choose_anchors(mask, documents, count=1, block_size=3, generator=generator)
+        short += int(drawn.positions[0]) >= 40
+    assert 430 < short < 570
+
+
+@settings(deadline=None, max_examples=200)
 @given(packs(), st.integers(2, 6), st.integers(1, 8), st.integers(0, 2**31))
 def test_slot_k_predicts_the_token_k_after_the_anchor(tokens: Tokens, block_size: int, count: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

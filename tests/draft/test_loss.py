@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.draft.loss import accepted_lengths, chunked_head_loss, default_gamma, slot_weights
+from draftsmith.draft.loss import accepted_lengths, chunked_head_loss, default_gamma, dpace_weights, slot_weights
 
 
 def test_weights_decay_from_the_first_drafted_slot() -> None:
@@ -34,24 +34,75 @@ def test_chunked_loss_equals_cross_entropy(rows: int, vocabulary: int, chunk: in
     head = torch.randn(vocabulary, 6, generator=generator, dtype=torch.float64)
     labels = torch.randint(vocabulary, (rows,), generator=generator)
     weights = torch.rand(rows, generator=generator)
-    got = chunked_head_loss(hidden, head, labels, weights, cap=cap, chunk_elements=chunk)
-    got.loss_sum.backward()
+    got = chunked_head_loss(hidden, head, labels, cap=cap, chunk_elements=chunk)
+    (weights * got.losses).sum().backward()
     other = hidden.detach().clone().requires_grad_()
     logits = other @ head.T
     if cap is not None:
         logits = cap * torch.tanh(logits / cap)
-    expected = (weights * F.cross_entropy(logits, labels, reduction="none")).sum()
-    expected.backward()
-    torch.testing.assert_close(got.loss_sum, expected.float(), rtol=1e-5, atol=1e-5)
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    (weights * expected).sum().backward()
+    torch.testing.assert_close(got.losses, expected.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(hidden.grad, other.grad, rtol=1e-5, atol=1e-6)
     assert got.guesses.tolist() == (other @ head.T).argmax(dim=-1).tolist()
 
 
 def test_no_row_gives_zero_loss_and_gradient() -> None:
     hidden = torch.randn(0, 4, requires_grad=True)
-    loss = chunked_head_loss(hidden, torch.randn(9, 4), torch.zeros(0, dtype=torch.long), torch.zeros(0))
-    loss.loss_sum.backward()
-    assert loss.loss_sum == 0.0
+    loss = chunked_head_loss(hidden, torch.randn(9, 4), torch.zeros(0, dtype=torch.long)).losses.sum()
+    loss.backward()
+    assert loss == 0.0
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 20), st.integers(2, 30), st.integers(1, 100), st.integers(0, 2**31), st.sampled_from([None, 3.0]))
+def test_divergence_from_the_teacher_equals_the_plain_formula(
+    rows: int, vocabulary: int, chunk: int, seed: int, cap: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    teacher = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    head = torch.randn(vocabulary, 6, generator=generator, dtype=torch.float64)
+    weights = torch.rand(rows, generator=generator)
+    labels = torch.zeros(rows, dtype=torch.long)
+    got = chunked_head_loss(hidden, head, labels, teacher=teacher, cap=cap, chunk_elements=chunk)
+    (weights * got.losses).sum().backward()
+    other = hidden.detach().clone().requires_grad_()
+    logits, wanted = other @ head.T, teacher @ head.T
+    if cap is not None:
+        logits, wanted = cap * torch.tanh(logits / cap), cap * torch.tanh(wanted / cap)
+    expected = F.kl_div(logits.log_softmax(-1), wanted.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    (weights * expected).sum().backward()
+    torch.testing.assert_close(got.losses, expected.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hidden.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 4), st.integers(1, 6), st.floats(0.01, 1.0), st.integers(0, 2**31))
+def test_dpace_weighs_what_a_slot_adds_to_the_accepted_length(blocks: int, slots: int, alpha: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    losses = torch.rand(blocks, slots, generator=generator) * 5
+    supervised = torch.rand(blocks, slots, generator=generator) < 0.7
+    weights = dpace_weights(losses, supervised, alpha)
+    for block in range(blocks):
+        for slot in range(slots):
+            expected = 0.0
+            for last in range(slot, slots):
+                if supervised[block, last]:
+                    product = 1.0
+                    for before in range(last + 1):
+                        if supervised[block, before]:
+                            product *= (1 - alpha) * math.exp(-float(losses[block, before])) + alpha
+                    expected += product
+            assert float(weights[block, slot]) == pytest.approx(expected if supervised[block, slot] else 0.0, rel=1e-5)
+
+
+def test_dpace_without_smoothing_is_the_gradient_of_the_expected_accepted_length() -> None:
+    losses = torch.tensor([[0.1, 0.7, 0.3, 2.0]], dtype=torch.float64, requires_grad=True)
+    (-losses).exp().cumprod(dim=1).sum().backward()
+    assert losses.grad is not None
+    weights = dpace_weights(losses, torch.ones(1, 4, dtype=torch.bool), alpha=1e-9)
+    torch.testing.assert_close(weights, -losses.grad.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_of_logit_size_is_saved_for_backward() -> None:
@@ -59,7 +110,7 @@ def test_nothing_of_logit_size_is_saved_for_backward() -> None:
     sizes: list[int] = []
     hidden = torch.randn(rows, 8, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):  # type: ignore[func-returns-value]
-        chunked_head_loss(hidden, torch.randn(vocabulary, 8), torch.zeros(rows, dtype=torch.long), torch.ones(rows))
+        chunked_head_loss(hidden, torch.randn(vocabulary, 8), torch.zeros(rows, dtype=torch.long), teacher=torch.randn(rows, 8))
     assert sizes, "the hook saw nothing, so this test proves nothing"
     assert max(sizes) < rows * vocabulary
 

@@ -9,7 +9,7 @@ import torch
 from draftsmith.checkpoint.export import export_drafter
 from draftsmith.draft.anchors import Anchors, slot_targets
 from draftsmith.draft.ends import FrozenEnds
-from draftsmith.draft.loss import slot_weights
+from draftsmith.draft.loss import chunked_head_loss, dpace_weights, slot_weights
 from draftsmith.draft.model import Drafter
 from draftsmith.pipeline.step import StepSettings, drafted_hidden, run_pack
 from draftsmith.target.load import Target
@@ -110,6 +110,30 @@ def test_supervision_and_loss_agree(tmp_path: Path, target: Target, monkeypatch:
     entropy = -(labels * logits.view(6, 4, -1)[:, 1:].log_softmax(-1)).sum(-1)
     expected = (entropy * decay[:, 1:] * targets.supervised).sum()
     assert result.loss_sum == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_dpace_weights_agree() -> None:
+    from speculators.losses import dpace_loss_decay
+
+    generator = torch.Generator().manual_seed(0)
+    losses = torch.rand(5, 8, generator=generator) * 4
+    mask = torch.rand(5, 8, generator=generator) < 0.7
+    mask[:, 0] = False  # their slot 0 is the anchor
+    theirs = dpace_loss_decay(
+        torch.arange(40)[None], loss_mask=mask.view(1, -1), block_size=8, dpace_alpha=0.5, elementwise_loss=losses.view(1, -1)
+    )
+    torch.testing.assert_close(dpace_weights(losses[:, 1:], mask[:, 1:], 0.5), theirs.view(5, 8)[:, 1:])
+
+
+def test_divergence_agrees() -> None:
+    from speculators.losses.eager import kl_div_loss
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, teacher = torch.randn(9, 6, generator=generator), torch.randn(9, 6, generator=generator)
+    head = torch.randn(40, 6, generator=generator)
+    theirs = kl_div_loss((hidden @ head.T)[None], (teacher @ head.T)[None])
+    mine = chunked_head_loss(hidden, head, torch.zeros(9, dtype=torch.long), teacher=teacher).losses
+    torch.testing.assert_close(mine, theirs[0], rtol=1e-4, atol=1e-5)
 
 
 def test_report_19_seven_tokens_are_speculated_from_a_block_of_eight(tmp_path: Path, target: Target) -> None:

@@ -1,13 +1,15 @@
 """One pack's loss and gradients against a slow reference written with loops and whole logits."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from draftsmith.draft.anchors import slot_targets
 from draftsmith.draft.ends import FrozenEnds
-from draftsmith.pipeline.step import StepSettings, anchors_for, drafted_hidden, run_pack
+from draftsmith.pipeline.step import Loss, StepSettings, anchors_for, drafted_hidden, run_pack
 from draftsmith.types import Batch, HiddenStates, StepResult, Tokens
 from tests.conftest import tiny_drafter
 from tests.draft.test_model import two_documents
@@ -63,6 +65,48 @@ def test_loss_gradient_and_counts_equal_the_slow_reference() -> None:
     assert (result.accepted_sum, result.blocks, result.tokens) == (accepted, blocks, 27)
     for (name, mine), (_, theirs) in zip(drafter.named_parameters(), other.named_parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("loss", ["dpace", "kl"])
+def test_other_losses_equal_the_slow_reference(loss: Loss) -> None:
+    batch, ends = partly_supervised()
+    final = torch.randn(batch.tokens.bucket, 32, generator=torch.Generator().manual_seed(3))
+    batch = Batch(7, batch.tokens, HiddenStates(batch.hidden.features, None, final))
+    told = dataclasses.replace(SETTINGS, loss=loss, dpace_alpha=0.3)
+    tokens, drafter, other = batch.tokens, tiny_drafter(), tiny_drafter()
+    block = drafter.config.block_size
+    result = run_pack(drafter, ends, batch, told)
+
+    anchors = anchors_for(batch, told, block)
+    logits = drafted_hidden(other, ends, batch, anchors, torch.float32) @ ends.head.T
+    supervised = slot_targets(tokens.ids, tokens.loss_mask, tokens.document_ids, anchors, block).supervised
+    total, weight_sum = torch.zeros(()), 0.0
+    for row, a in enumerate(anchors.positions.tolist()):
+        for k in range(1, block):
+            if not supervised[row, k - 1]:
+                continue
+            if loss == "kl":
+                # What the target would say at x[a+k] it says at the position before.
+                wanted = (final[a + k - 1] @ ends.head.T).softmax(-1)
+                own = (wanted * (wanted.log() - logits[row, k].log_softmax(-1))).sum()
+                weight = math.exp(-(k - 1) / told.gamma)
+            else:
+                own, weight = F.cross_entropy(logits[row, k], tokens.ids[a + k]), 0.0
+                for last in range(k, block):
+                    if supervised[row, last - 1]:
+                        product = 1.0
+                        for j in range(1, last + 1):
+                            if supervised[row, j - 1]:
+                                q = float(logits[row, j].detach().softmax(-1)[tokens.ids[a + j]])
+                                product *= 0.7 * q + 0.3
+                        weight += product
+            total = total + weight * own
+            weight_sum += weight
+    total.backward()
+    assert result.loss_sum == pytest.approx(float(total.detach()), rel=1e-4)
+    assert result.weight_sum == pytest.approx(weight_sum, rel=1e-5)
+    for (name, mine), (_, theirs) in zip(drafter.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_report_b_nothing_of_full_vocabulary_size_is_saved_for_backward() -> None:

@@ -37,16 +37,31 @@ def anchor_candidates(loss_mask: Tensor, document_ids: Tensor, block_size: int) 
     return (inside & loss_mask[index]).any(dim=1)
 
 
+def _shuffled(values: Tensor, generator: torch.Generator) -> Tensor:
+    order = torch.randperm(values.numel(), generator=generator, device=generator.device)
+    return values[order.to(values.device)]
+
+
+def _first_of_each(values: Tensor) -> Tensor:
+    """True where a value [N] occurs for the first time."""
+    grouped, places = values.sort(stable=True)
+    first = torch.ones_like(values, dtype=torch.bool)
+    first[places[1:]] = grouped[1:] != grouped[:-1]
+    return first
+
+
 def choose_anchors(
     loss_mask: Tensor, document_ids: Tensor, *, count: int, block_size: int, generator: torch.Generator
 ) -> Anchors:
     """Draw `count` anchors without replacement from the candidates, sorted; short of candidates, pad with invalid blocks.
 
-    loss_mask: bool [S]; document_ids: int64 [S]. The draw uses `generator` alone.
+    Every document gets one before any gets a second, so that a short one beside a long one is learnt from at each step; the others
+    fall on all remaining candidates alike. loss_mask: bool [S]; document_ids: int64 [S]. The draw uses `generator` alone.
     """
-    candidates = anchor_candidates(loss_mask, document_ids, block_size).nonzero().flatten()
-    order = torch.randperm(candidates.numel(), generator=generator, device=generator.device).to(candidates.device)
-    taken = candidates[order[:count]].sort().values
+    drawn = _shuffled(anchor_candidates(loss_mask, document_ids, block_size).nonzero().flatten(), generator)
+    first = _first_of_each(document_ids[drawn])
+    # Shuffled again: the first of a long document tends to come early.
+    taken = torch.cat([_shuffled(drawn[first], generator), drawn[~first]])[:count].sort().values
     positions = torch.zeros(count, dtype=torch.long, device=loss_mask.device)
     positions[: taken.numel()] = taken
     return Anchors(positions, torch.arange(count, device=loss_mask.device) < taken.numel())

@@ -1,4 +1,4 @@
-"""Weighted cross-entropy of the block slots through the target's frozen head, a chunk of rows at a time.
+"""Losses of the block slots through the target's frozen head, a chunk of rows at a time, and the weights of the slots.
 
 The head is frozen, so only the gradient with respect to the drafter's hidden states is needed. It is formed chunk by chunk
 in the forward pass; what stays for backward is [N, D], never anything with N x V elements (N slots, V vocabulary).
@@ -16,9 +16,9 @@ CHUNK_ELEMENTS = 2**24
 
 
 class SlotLoss(NamedTuple):
-    """loss_sum: scalar, sum of weight x cross-entropy in nats, differentiable; guesses: int64 [N], most likely tokens."""
+    """losses: float32 [N] in nats, differentiable; guesses: int64 [N], most likely tokens."""
 
-    loss_sum: Tensor
+    losses: Tensor
     guesses: Tensor
 
 
@@ -37,14 +37,26 @@ def slot_weights(block_size: int, gamma: float) -> Tensor:
     return torch.tensor([math.exp(-(k - 1) / gamma) for k in range(1, block_size)], dtype=torch.float32)
 
 
+def dpace_weights(losses: Tensor, supervised: Tensor, alpha: float) -> Tensor:
+    """D-PACE (arXiv 2605.18810): what each slot adds to the expected accepted length, float32 [A, K-1], 0 where unsupervised.
+
+    losses: cross-entropy of each slot, [A, K-1], taken as constants; supervised: bool [A, K-1]; alpha in (0, 1] smooths the
+    confidences exp(-loss), so that a slot behind an unsure one is never quite forgotten. A slot weighs the sum, over itself and
+    all slots after it, of the product of the confidences up to there.
+    """
+    confidence = (1.0 - alpha) * (-losses.detach().float()).exp() + alpha
+    reached = confidence.where(supervised, 1.0).cumprod(dim=1) * supervised
+    return reached.flip(1).cumsum(dim=1).flip(1) * supervised
+
+
 class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, weights: Tensor, rows: int, cap: float | None
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, rows: int, cap: float | None
     ) -> tuple[Tensor, Tensor]:
         wants_grad = ctx.needs_input_grad[0]
         grad = torch.empty_like(hidden) if wants_grad else None
-        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         guesses = torch.empty_like(labels)
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
@@ -54,42 +66,47 @@ class _ChunkedHeadLoss(torch.autograd.Function):
             logits = cap_logits(raw, cap)
             # How much a capped logit still moves with the one before it.
             slope = 1.0 if cap is None else 1.0 - (logits / cap).square()
-            log_z = logits.logsumexp(dim=-1)
-            right = logits.gather(-1, labels[part, None]).squeeze(-1)
-            loss_sum += (weights[part] * (log_z - right)).sum()
-            if grad is not None:
-                d_logits = logits.sub_(log_z[:, None]).exp_()
+            logits -= logits.logsumexp(dim=-1, keepdim=True)
+            if teacher is None:
+                losses[part] = -logits.gather(-1, labels[part, None]).squeeze(-1)
+                d_logits = logits.exp_()
                 d_logits[torch.arange(d_logits.shape[0], device=hidden.device), labels[part]] -= 1.0
-                d_logits *= weights[part, None] * slope
-                grad[part] = d_logits.to(head.dtype) @ head
+            else:
+                wanted = cap_logits((teacher[part] @ head.T).float(), cap).log_softmax(dim=-1)
+                share = wanted.exp()
+                losses[part] = (share * (wanted - logits)).sum(dim=-1)
+                d_logits = logits.exp_().sub_(share)
+            if grad is not None:
+                grad[part] = (d_logits * slope).to(head.dtype) @ head
         if grad is not None:
             ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(guesses)
-        return loss_sum, guesses
+        return losses, guesses
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None, None, None]:
         (grad,) = ctx.saved_tensors
-        return grad * grads[0], None, None, None, None, None
+        return (grad * grads[0][:, None]).to(grad.dtype), None, None, None, None, None
 
 
 def chunked_head_loss(
     hidden: Tensor,
     head: Tensor,
     labels: Tensor,
-    weights: Tensor,
     *,
+    teacher: Tensor | None = None,
     cap: float | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> SlotLoss:
-    """Sum of weights x cross-entropy of `hidden @ head.T`, capped where the target caps, against `labels`.
+    """Cross-entropy of `hidden @ head.T` against `labels`, row by row; with a teacher, the divergence from its distribution,
+    KL(teacher || drafter), instead.
 
-    hidden: [N, D]; head: [V, D], frozen; labels: int64 [N]; weights: float32 [N]; cap: limit of the logits. At most `chunk_elements` logits exist at
-    once (at least one row).
+    hidden: [N, D]; head: [V, D], frozen; labels: int64 [N]; teacher: the target's own final hidden states [N, D] where it chose the
+    labels; cap: limit of the logits, where the target has one. At most `chunk_elements` logits of each exist at once (at least one row).
     """
     rows = max(1, chunk_elements // head.shape[0])
-    loss_sum, guesses = _ChunkedHeadLoss.apply(hidden, head, labels, weights, rows, cap)
-    return SlotLoss(loss_sum, guesses)
+    losses, guesses = _ChunkedHeadLoss.apply(hidden, head, labels, teacher, rows, cap)
+    return SlotLoss(losses, guesses)
 
 
 def accepted_lengths(right: Tensor, counted: Tensor) -> Tensor:

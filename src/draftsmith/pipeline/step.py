@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,21 +10,26 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from draftsmith.draft.anchors import Anchors, block_inputs, choose_anchors, slot_positions, slot_targets
 from draftsmith.draft.ends import FrozenEnds
-from draftsmith.draft.loss import accepted_lengths, chunked_head_loss, slot_weights
+from draftsmith.draft.loss import accepted_lengths, chunked_head_loss, dpace_weights, slot_weights
 from draftsmith.draft.mask import build_mask
 from draftsmith.draft.model import SLIDING, Drafter
 from draftsmith.pipeline.plan import generator_for
 from draftsmith.types import Batch, HiddenStates, StepResult, Tokens
 
+Loss = Literal["ce", "dpace", "kl"]
+
 
 @dataclass(frozen=True)
 class StepSettings:
-    """anchors: blocks per pack; gamma: decay of slot weights; dtype: compute dtype; seed: of the run."""
+    """anchors: blocks per pack; gamma: decay of slot weights; dtype: compute dtype; seed: of the run; loss: cross-entropy with
+    decaying weights (`ce`) or D-PACE's (`dpace`, smoothed by dpace_alpha), or divergence from the target's distribution (`kl`)."""
 
     anchors: int
     gamma: float
     dtype: torch.dtype
     seed: int
+    loss: Loss = "ce"
+    dpace_alpha: float = 0.5
 
 
 def anchors_for(batch: Batch, settings: StepSettings, block_size: int) -> Anchors:
@@ -90,6 +96,14 @@ def drafted_hidden(
     return hidden[0].unflatten(0, (anchors.positions.numel(), config.block_size))
 
 
+def _teacher(batch: Batch, anchors: Anchors, block_size: int, device: torch.device) -> Tensor:
+    """The target's final hidden state from which it chose each slot's token, [A*(K-1), D]: that of the position before."""
+    final = batch.hidden.final
+    assert final is not None, "the loss needs the target's final states"
+    before = anchors.positions[:, None] + torch.arange(block_size - 1, device=device)
+    return final.to(device)[before.clamp(max=final.shape[0] - 1).flatten()]
+
+
 def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSettings, core: Core = drafter_core) -> StepResult:
     """Forward and, where gradients are enabled, backward of the *sum* of the weighted losses; divide by all weights later.
 
@@ -101,21 +115,30 @@ def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSet
     hidden = drafted_hidden(drafter, ends, batch, anchors, settings.dtype, core)
     ids, loss_mask = tokens.ids.to(device), tokens.loss_mask.to(device)
     targets = slot_targets(ids, loss_mask, tokens.document_ids.to(device), anchors, block_size)
-    weights = slot_weights(block_size, settings.gamma).to(device).expand_as(targets.labels)
     # The head, the most expensive product, runs only for slots that carry loss; slot 0 never does.
     rows = targets.supervised.flatten().nonzero().squeeze(1)
-    used = weights.flatten()[rows]
     loss = chunked_head_loss(
-        hidden[:, 1:].flatten(0, 1)[rows], ends.head.to(settings.dtype), targets.labels.flatten()[rows], used, cap=ends.cap
+        hidden[:, 1:].flatten(0, 1)[rows],
+        ends.head.to(settings.dtype),
+        targets.labels.flatten()[rows],
+        teacher=_teacher(batch, anchors, block_size, device)[rows].to(settings.dtype) if settings.loss == "kl" else None,
+        cap=ends.cap,
     )
+    weights = slot_weights(block_size, settings.gamma).to(device).expand_as(targets.labels)
+    if settings.loss == "dpace":
+        losses = torch.zeros(targets.labels.numel(), device=device)
+        losses[rows] = loss.losses.detach()
+        weights = dpace_weights(losses.view_as(targets.labels), targets.supervised, settings.dpace_alpha)
+    used = weights.flatten()[rows]
+    loss_sum = (used * loss.losses).sum()
     if torch.is_grad_enabled():
-        loss.loss_sum.backward()
+        loss_sum.backward()
     right = torch.zeros(targets.labels.numel(), dtype=torch.bool, device=device)
     right[rows] = loss.guesses == targets.labels.flatten()[rows]
     right = right.view_as(targets.supervised)
     measured = targets.supervised[:, 0]
     return StepResult(
-        loss_sum=float(loss.loss_sum.detach()),
+        loss_sum=float(loss_sum.detach()),
         weight_sum=float(used.sum()),
         correct=(right & targets.supervised).sum(dim=0).tolist(),
         counted=targets.supervised.sum(dim=0).tolist(),
@@ -127,7 +150,12 @@ def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSet
 
 def blank_batch(bucket: int, drafter: Drafter, dtype: torch.dtype, device: torch.device) -> Batch:
     """A pack of the given bucket for warming up: one document, all supervised, features zero in the target's dtype."""
-    width = len(drafter.config.target_layer_ids) * drafter.config.hidden_size
+    hidden = drafter.config.hidden_size
+    width = len(drafter.config.target_layer_ids) * hidden
     zeros = torch.zeros(bucket, dtype=torch.long)
+
+    def states(columns: int) -> Tensor:
+        return torch.zeros(bucket, columns, dtype=dtype, device=device)
+
     tokens = Tokens(zeros, torch.ones(bucket, dtype=torch.bool), zeros, torch.arange(bucket), (bucket,), ("blank",))
-    return Batch(0, tokens, HiddenStates(torch.zeros(bucket, width, dtype=dtype, device=device)))
+    return Batch(0, tokens, HiddenStates(states(width), final=states(hidden)))
