@@ -40,7 +40,8 @@ def random_target() -> Target:
     )
     model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
     decoder, weight = model.get_decoder(), model.lm_head.weight.detach()
-    return Target("random", model, None, torch.device("cpu"), decoder, decoder.layers, weight, weight, frozenset())  # type: ignore[arg-type]
+    facts = ("random", None, FrozenEnds(weight, weight), frozenset[int](), config, LAYERS, "random")
+    return Target(*facts, model, torch.device("cpu"), decoder, decoder.layers)  # type: ignore[arg-type]
 
 
 def random_packs(bucket: int, count: int) -> list[Tokens]:
@@ -84,7 +85,7 @@ def run_job(
         made.append(Replica(rank, drafter, FrozenEnds(target.embedding, target.head), TrainSection()))
     job = Job(
         replicas=made,
-        captures=[Capture(target, shape.target_layer_ids)],
+        sources=[Capture(target, shape.target_layer_ids)],
         packs=packs,
         plan=Plan(len(packs), replicas, steps, replicas, 1, 0),
         settings=settings,
@@ -98,8 +99,9 @@ def run_job(
     )
     coordinator = Coordinator(
         job,
-        save=lambda _step, _replica, _digest: None,
-        evaluate=lambda _step, _replica, _interrupted: None,
+        save=lambda _step, _replica, _digest, _spared: None,
+        evaluate=None,
+        judge=lambda _step, _figures: None,
         emit=lambda kind, fields: events.append({"kind": kind, **fields}),
         stop=StopRequest(),
     )

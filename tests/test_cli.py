@@ -104,7 +104,7 @@ def test_train_export_evaluate_generate(
     assert code == 0
     assert json.loads(out) == json.loads((figures / "report.json").read_text())
     assert json.loads(out)["identical_prompts"] == 3
-    assert (figures / "report.html").read_text().count("<svg") == 4
+    assert (figures / "report.html").read_text().count("<svg") == 5
     code, out, err = here(capsys, "generate", "--target", target_folder, "--drafter", drafter, "--max-new-tokens", 6, "hi")
     assert code == 0
     assert out

@@ -27,7 +27,8 @@ ALLOWED = {
     "runs": BASE,
     "build": ROOMS - {"demo"} | BASE | {"config"},
     "demo": ROOMS | BASE | {"config", "build"},
-    "cli": {"errors", "config", "build", "demo", "runs", "pipeline", "data", "decode"},
+    "cli": {"errors", "config", "build", "demo", "runs", "pipeline", "decode", "making"},
+    "making": {"errors", "config", "build", "data", "decode"},
     "__main__": {"cli"},
     "__init__": BASE | {"config", "build", "checkpoint"},
 }

@@ -5,14 +5,14 @@ Exit codes: 0 done, 1 failed, 2 usage, 130/143 stopped on request after saving.
 
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from draftsmith import __version__
+from draftsmith import __version__, making
 from draftsmith.errors import DraftsmithError, PipelineError
+from draftsmith.making import DtypeOption, TargetOption, exit_code, say
 from draftsmith.pipeline.signals import record_senders
 from draftsmith.runs import verbs
 from draftsmith.runs.reporter import RunReporter
@@ -25,15 +25,7 @@ app = typer.Typer(
     help="Train, check and export draft models for speculative decoding, in one process.",
 )
 
-TargetOption = Annotated[str, typer.Option(help="Hugging Face folder or id, or a .gguf file.")]
 DrafterOption = Annotated[Path, typer.Option(help="Exported drafter or checkpoint folder.")]
-DtypeOption = Annotated[Literal["fp32", "bf16"], typer.Option(help="Compute type of target and drafter.")]
-
-
-def _say(line: str) -> None:
-    # A reader that went away must not stop a run.
-    with suppress(OSError):
-        print(line, flush=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -42,7 +34,7 @@ def _root(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the whole traceback of an error.")] = False,
 ) -> None:
     if version:
-        _say(__version__)
+        say(__version__)
         raise typer.Exit
     global _show_traceback  # noqa: PLW0603 - read once, when the process ends
     _show_traceback = traceback
@@ -71,7 +63,7 @@ def demo(
     """
     from draftsmith.demo.job import run_demo
 
-    raise typer.Exit(_exit_code(run_demo(folder, _say)))
+    raise typer.Exit(exit_code(run_demo(folder, say)))
 
 
 @app.command()
@@ -91,14 +83,14 @@ def train(
     settings = load_config(config, overrides)
     if dry_run:
         for line in build.resolve(settings).describe():
-            _say(line)
+            say(line)
         return
-    outcome = build.train(settings, resume=resume, say=_say)
+    outcome = build.train(settings, resume=resume, say=say)
     if outcome.signal_number is not None:
-        _say(f"stopped on request at step {outcome.step}; saved in {settings.run.dir}. Go on with --resume latest")
+        say(f"stopped on request at step {outcome.step}; saved in {settings.run.dir}. Go on with --resume latest")
     else:
-        _say(f"done: {outcome.step} steps, drafter in {settings.run.dir}/checkpoint-{outcome.step}")
-    code = _exit_code(outcome.signal_number)
+        say(f"done: {outcome.step} steps, drafter in {settings.run.dir}/checkpoint-{outcome.step}")
+    code = exit_code(outcome.signal_number)
     if outcome.stuck:
         raise _Stuck(code)
     raise typer.Exit(code)
@@ -108,15 +100,25 @@ def train(
 def evaluate(
     target: TargetOption,
     drafter: DrafterOption,
-    prompts: Annotated[Path, typer.Option(help="JSONL with `messages` or `text`.")],
-    count: Annotated[int, typer.Option(min=1, help="Prompts to decode.")] = 50,
+    prompts: Annotated[
+        list[str],
+        typer.Option(
+            help="A file or dataset with `messages` or `text`, or one of gsm8k, math500, humaneval, mbpp, mt-bench from the hub; may be "
+            "given more than once."
+        ),
+    ],
+    count: Annotated[int, typer.Option(min=1, help="Prompts to decode, of each source.")] = 50,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     dtype: DtypeOption = "fp32",
     device: Annotated[str, typer.Option(help="`auto`, `cpu` or `cuda:N`.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for report.json and report.html.")] = None,
     run: Annotated[Path | None, typer.Option(help="Run folder whose training curves go into the report.")] = None,
+    rescore: Annotated[
+        bool,
+        typer.Option("--rescore", help="Load the target in fp32 too, and tell whether outputs that part do so at near-ties."),
+    ] = False,
 ) -> None:
-    """Measure tau, identity with plain greedy decoding, and both speeds.
+    """Measure tau, identity with plain greedy decoding, and both speeds, in all and by the rows' `category`.
 
     Example: `draftsmith evaluate --target runs/demo/target --drafter runs/demo/drafter --prompts runs/demo/held-out.jsonl`
     """
@@ -125,8 +127,9 @@ def evaluate(
     from draftsmith import build
 
     pair = build.load_pair(target, drafter, dtype=dtype, device=device)
-    report = build.evaluate(*pair, prompts, count=count, max_new_tokens=max_new_tokens, out=out, run=run)
-    _say(json.dumps(report, indent=2))
+    exact = build.load_one(target, dtype="fp32", device=device) if rescore else None
+    report = build.evaluate(*pair, prompts, count=count, max_new_tokens=max_new_tokens, out=out, run=run, exact=exact)
+    say(json.dumps(report, indent=2))
 
 
 @app.command()
@@ -157,7 +160,7 @@ def generate(
         print(text, end="", flush=True)
 
     _, decoded = build.generate(speculator, prompt, max_new_tokens, sampling=sampling, stops=stop or (), show=show)
-    _say("")
+    say("")
     print(f"[{len(decoded.ids)} tokens in {decoded.target_passes} target passes, tau {decoded.tau:.2f}]", file=sys.stderr)
 
 
@@ -178,56 +181,11 @@ def export(
     from draftsmith import build
 
     build.export(checkpoint, out, format=format, dtype=dtype, target=target)
-    _say(f"exported to {out}")
+    say(f"exported to {out}")
 
 
-data_app = typer.Typer(no_args_is_help=True, help="Look at training data.")
-
-
-@data_app.command("inspect")
-def inspect_data(
-    source: Annotated[str, typer.Argument(help="A .jsonl, .json or .parquet file, a saved dataset, or hf:NAME:SPLIT.")],
-    target: TargetOption,
-    longest: Annotated[int, typer.Option(min=2, help="Tokens kept of a sample; the largest bucket.")] = 3072,
-    show: Annotated[int, typer.Option(min=0, help="Samples shown whole, and reasons of dropped rows.")] = 3,
-    limit: Annotated[int | None, typer.Option(min=1, help="Rows read at most.")] = None,
-    thinking: Annotated[bool | None, typer.Option(help="What the template is told as enable_thinking.")] = None,
-) -> None:
-    """Show what a training file teaches: lengths, what is dropped and why, and chats with the supervised tokens marked.
-
-    Example: `draftsmith data inspect chats.jsonl --target Qwen/Qwen3-8B`
-    """
-    from rich.console import Console
-    from rich.text import Text
-
-    from draftsmith import build
-    from draftsmith.data.inspect import histogram
-
-    options = {} if thinking is None else {"enable_thinking": thinking}
-    look = build.look_at_data(target, source, longest=longest, show=show, limit=limit, options=options)
-    console = Console(highlight=False, soft_wrap=True)
-    for name, pieces in look.shown:
-        console.print(Text(name, style="bold"))
-        text = Text()
-        for piece in pieces:
-            # Brackets too, so that a file or a person without colours sees the same.
-            text.append(f"⟦{piece.text}⟧" if piece.supervised else piece.text, style="green" if piece.supervised else "dim")
-        console.print(text, end="\n\n")
-    for name, reason in look.dropped:
-        _say(f"dropped {name}: {reason}")
-    for title, values in (("tokens", look.tokens), ("supervised tokens", look.supervised)):
-        _say(f"{title} of {len(values)} samples")
-        for line in histogram(values):
-            _say(f"  {line}")
-    _say(look.counts.line())
-
-
-app.add_typer(data_app, name="data")
+making.register(app)
 verbs.register(app)
-
-
-def _exit_code(signal_number: int | None) -> int:
-    return 0 if signal_number is None else 128 + signal_number
 
 
 def main(arguments: list[str] | None = None) -> None:

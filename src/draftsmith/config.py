@@ -44,6 +44,22 @@ class DataSection(Section):
     )
 
 
+class HiddenStatesSection(Section):
+    """Where the target's hidden states come from."""
+
+    source: Literal["live", "hybrid", "cached", "files", "server"] = Field(
+        default="live",
+        description="live: the target runs beside the drafters; hybrid: live the first time, kept in folder and read from there "
+        "afterwards; cached: read from a folder that `draftsmith cache` or a hybrid run has filled, without a target; files: read from a "
+        "folder of files as vLLM's hidden-state extraction writes them; server: asked of a vLLM server that extracts them",
+    )
+    folder: str | None = Field(
+        default=None, description="where states lie; of a server: where its files lie here, if not where it says"
+    )
+    url: str | None = Field(default=None, description="of the server, up to and including /v1")
+    model: str | None = Field(default=None, description="the target's name on the server")
+
+
 class DraftSection(Section):
     """Shape of the drafter; None takes the target's value."""
 
@@ -73,7 +89,13 @@ class TrainSection(Section):
     warmup: float = Field(default=0.04, ge=0, le=1, description="share of the steps")
     weight_decay: float = Field(default=0.0, ge=0)
     clip: float = Field(default=1.0, gt=0)
+    loss: Literal["ce", "dpace", "kl"] = Field(
+        default="ce",
+        description="ce: cross-entropy, slots weighted by decay; dpace: cross-entropy, slots weighted by what they add to the expected "
+        "accepted length (arXiv 2605.18810); kl: divergence from the target's own distribution, slots weighted by decay",
+    )
     gamma: float | None = Field(default=None, gt=0, description="decay of slot weights; None: by block size")
+    dpace_alpha: float = Field(default=0.5, gt=0, le=1, description="smoothing of D-PACE's confidences")
     precision: Literal["fp32", "bf16"] = "bf16"
     seed: int = 0
     channel_capacity: int = Field(default=4, ge=1, description="packs buffered per drafter replica")
@@ -115,6 +137,7 @@ class Config(Section):
 
     target: TargetSection
     data: DataSection
+    hidden_states: HiddenStatesSection = HiddenStatesSection()
     draft: DraftSection = DraftSection()
     train: TrainSection = TrainSection()
     compile: CompileSection = CompileSection()
@@ -209,6 +232,20 @@ def _cross_check(config: Config, place: str) -> None:
         raise ConfigError(
             f"{place}: draft.block_size {config.draft.block_size} is larger than the smallest of data.buckets, {smallest}; "
             "lower the block size or raise the bucket"
+        )
+    states = config.hidden_states
+    if states.source in ("hybrid", "cached", "files") and states.folder is None:
+        raise ConfigError(
+            f"{place}: hidden_states.source is '{states.source}' but hidden_states.folder is not set; name a folder"
+        )
+    if states.source == "server" and (states.url is None or states.model is None):
+        raise ConfigError(
+            f"{place}: hidden_states.source is 'server' but hidden_states.url or hidden_states.model is not set; set both"
+        )
+    if states.source in ("files", "server") and config.train.loss == "kl":
+        raise ConfigError(
+            f"{place}: train.loss is 'kl', which needs the target's final states, but hidden_states.source '{states.source}' does not give "
+            "them normed; use ce or dpace, or another source"
         )
     replicas = len(config.train.devices)
     if config.train.packs_per_step % replicas:

@@ -29,6 +29,14 @@ class CaptureError(DraftsmithError):
     """Hidden states of the target are missing or have an unexpected shape."""
 
 
+class ServerError(DraftsmithError):
+    """A server that is to write responses or give hidden states cannot be reached, or answers with something else."""
+
+
+class RefusedPromptError(DraftsmithError):
+    """A server will not answer this prompt, whatever it does with others."""
+
+
 class CheckpointError(DraftsmithError):
     """A checkpoint cannot be written, is not complete, or does not fit the run."""
 

@@ -8,6 +8,7 @@ import datasets
 import pytest
 
 from draftsmith.data.files import is_there, read_records, write_records
+from draftsmith.data.sets import SETS
 from draftsmith.data.text import parse_record
 from draftsmith.errors import DataError
 
@@ -148,3 +149,49 @@ def test_records_round_trip(tmp_path: Path) -> None:
     chats = [[{"role": "user", "content": 'ü\n"x"'}, {"role": "assistant", "content": "y"}]]
     write_records(tmp_path / "sub" / "c.jsonl", chats)
     assert read(tmp_path / "sub" / "c.jsonl") == chats
+
+
+ROWS_OF_SETS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "gsm8k": ({"question": "How many eggs?", "answer": "9"}, "How many eggs?", "gsm8k"),
+    "math500": ({"problem": "What is 1+1?", "answer": "2", "level": 1}, "What is 1+1?", "math500"),
+    "humaneval": ({"prompt": "def f(x):\n", "entry_point": "f"}, "```python\ndef f(x):\n", "humaneval"),
+    "mbpp": ({"text": "Add two numbers.", "test_list": ["assert f(1, 2) == 3"]}, "assert f(1, 2) == 3", "mbpp"),
+    "mt-bench": ({"prompt": ["Write a poem.", "Again."], "category": "writing"}, "Write a poem.", "writing"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SETS))
+def test_the_usual_sets_become_questions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, words, category = ROWS_OF_SETS[name]
+    asked: list[tuple[object, ...]] = []
+
+    def load(*where: object, split: str, streaming: bool) -> list[dict[str, Any]]:
+        asked.append((*where, split, streaming))
+        return [row]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert is_there(name)
+    (record,) = read_records(name)
+    assert asked == [(SETS[name].path, SETS[name].config, SETS[name].split, True)]
+    assert record.messages is not None
+    assert [m["role"] for m in record.messages] == ["user"]
+    assert words in record.messages[0]["content"]
+    assert record.category == category
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"other": 1}])
+    with pytest.raises(DataError, match=f"not a row of the set '{name}'"):
+        list(read_records(name))
+
+
+def test_a_set_that_cannot_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match=r"dataset 'hf:openai/gsm8k:test' cannot be read: no route"):
+        list(read_records("gsm8k"))
+
+
+def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("gsm8k").write_text('{"text": "mine"}\n')
+    assert [record.text for record in read_records("gsm8k")] == ["mine"]

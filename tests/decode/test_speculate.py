@@ -148,12 +148,13 @@ def test_responses_are_the_targets_own_greedy_answers(tmp_path: Path) -> None:
     # Make an end likely, so that finished and unfinished answers both occur.
     free = [decode_plain(target, ids, 40).ids for ids in asked]
     ending = dataclasses.replace(target, end_ids=frozenset({free[0][5]}))
-    answers = write_responses(ending, asked, max_new_tokens=40, batch_size=3)
-    assert answers[0] is not None
-    for ids, answer in zip(asked, answers, strict=True):
+    answers = dict(write_responses(ending, asked, max_new_tokens=40, batch_size=3))
+    assert sorted(answers) == [0, 1, 2, 3]
+    assert {answer.finished for answer in answers.values()} == {True, False}
+    for number, ids in enumerate(asked):
         plain = decode_plain(ending, ids, 40).ids
         ended = plain[-1] in ending.end_ids
-        assert answer == (target.tokenizer.decode(plain[:-1]) if ended else None)
+        assert answers[number] == (target.tokenizer.decode(plain[:-1] if ended else plain), ended, len(plain))
 
 
 def counting_target(folder: Path) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.build import run as build
+from draftsmith.decode.respond import Written
 from draftsmith.demo.job import DemoRecipe, run_demo
 from draftsmith.demo.target import TargetRecipe
 
@@ -40,9 +41,10 @@ def test_the_demo_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.M
     # An untrained toy target seldom ends its answers; let every answer count.
     from draftsmith.demo import job
 
-    monkeypatch.setattr(
-        job, "write_responses", lambda _target, prompts, **_options: [f"answer {n}" for n in range(len(prompts))]
-    )
+    def answers(_target: object, prompts: list[list[int]], **_options: object) -> list[tuple[int, Written]]:
+        return [(number, Written(f"answer {number}", True, 3)) for number in range(len(prompts))]
+
+    monkeypatch.setattr(job, "write_responses", answers)
     said: list[str] = []
     original = build.RunEvents.emit
 

@@ -1,6 +1,7 @@
 """The figures of an evaluation, and the report page."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,23 @@ def test_identity_and_right_answers_are_counted() -> None:
     assert (figures["right_answers"], figures["judged_answers"]) == (1, 2)
 
 
+def test_figures_by_category_count_its_own_prompts_alone() -> None:
+    import dataclasses
+
+    code = [
+        dataclasses.replace(result([1, 2, 3], [2]), category="code"),
+        dataclasses.replace(result([1, 2, 3, 4], [3]), category="code"),
+    ]
+    tale = [dataclasses.replace(result([1, 2], [1], plain=[1, 3]), category="tale")]
+    figures = summarise([*code, *tale, result([9], [])], 4)
+    assert figures["by_category"] == {
+        "code": {"prompts": 2, "tau": 2.5, "tau_all": 2.5, "identical_prompts": 2, "speed_up": 2.0},
+        "tale": {"prompts": 1, "tau": 1.0, "tau_all": 1.0, "identical_prompts": 0, "speed_up": 2.0},
+    }
+    assert figures["slot_acceptance"] == [round(2 / 3, 4), round(1 / 3, 4), 0.0]
+    assert "by_category" not in summarise([result([1, 2], [1])], 4)
+
+
 def test_prompts_end_before_the_answer(target: Target, tmp_path: Path) -> None:
     prompts = load_prompts(target, write_chats(tmp_path / "c.jsonl"), 4)
     assert len(prompts) == 4
@@ -58,7 +76,9 @@ def test_prompts_end_before_the_answer(target: Target, tmp_path: Path) -> None:
 
 def test_the_page_escapes_and_stands_alone(tmp_path: Path) -> None:
     results = [result(list(range(9)), [2, 2, 4])]
-    report = {**summarise(results, 8), "control_tau": {"untrained_drafter": 1.0}}
+    report: dict[str, Any] = {**summarise(results, 8), "control_tau": {"untrained_drafter": 1.0}}
+    report["by_category"] = {"<i>code": {"prompts": 2, "tau": None, "tau_all": 1.0, "identical_prompts": 2, "speed_up": 1.5}}
+    report["partings"] = {"near_ties": 3, "others": 1, "largest_gap": 0.25}
     metrics = [
         {"kind": "step", "step": s, "loss": 2.0 / s, "tau_estimate": 1.0, "slot_accuracy": [0.5, 0.4]} for s in range(1, 9)
     ] + [{"kind": "evaluation", "step": 4, "tau": 2.0}]
@@ -66,6 +86,8 @@ def test_the_page_escapes_and_stands_alone(tmp_path: Path) -> None:
     page = (tmp_path / "r.html").read_text()
     assert "&lt;b&gt;text&lt;/b&gt;" in page
     assert "<b>text</b>" not in page
-    assert page.count("<svg") == 4
+    assert "<td>&lt;i&gt;code</td><td>2</td><td>none</td><td>1.50</td>" in page
+    assert "4 outputs part from plain decoding: 3 at near-ties" in page
+    assert page.count("<svg") == 5
     assert "<script" not in page
     assert "src=" not in page

@@ -181,7 +181,7 @@ def test_the_first_failure_anywhere_stops_everything_with_its_cause(
         config = parse_config(tree, "test")
     before, handler = set(threading.enumerate()), signal.getsignal(signal.SIGTERM)
     begin = time.monotonic()
-    with pytest.raises(PipelineError if where not in ("save", "evaluate") else Broken) as caught:
+    with pytest.raises(PipelineError if where != "save" else Broken) as caught:
         build.train(config, resume=None, say=quiet)
     assert time.monotonic() - begin < 60
     cause = caught.value if isinstance(caught.value, Broken) else caught.value.__cause__
@@ -370,7 +370,7 @@ def test_a_failure_during_an_evaluation_is_noticed_in_the_middle_of_it(
 
     evaluating, asked = threading.Event(), [0]
 
-    def endless(_speculator: object, _prompts: object, _count: int, interrupted: object) -> None:
+    def endless(_speculator: object, _prompts: object, _count: int, *, guard: object, interrupted: object) -> None:
         evaluating.set()
         assert failed.wait(20)
         # Only its own end is left to the evaluation: it asks between prompts.
@@ -386,6 +386,91 @@ def test_a_failure_during_an_evaluation_is_noticed_in_the_middle_of_it(
     with pytest.raises(PipelineError) as caught:
         build.train(parse_config(tree, "test"), resume=None, say=quiet)
     assert isinstance(caught.value.__cause__, Broken)
+
+
+def evaluating_config(config: Config, steps: int, every: int) -> Config:
+    tree = config.model_dump()
+    tree["evaluate"]["prompts"] = config.data.train[0]
+    tree["train"]["max_steps"] = steps
+    tree["checkpoint"] = {"every": every, "keep": 1}
+    return parse_config(tree, "test")
+
+
+def test_training_goes_on_while_a_copy_is_measured(small_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first evaluation is held until training has done all its steps; those asked for meanwhile give way to the last."""
+    config, last = evaluating_config(small_config, 12, 2), threading.Event()
+    measured: list[torch.Tensor] = []
+
+    def held(speculator: object, *_: object, **__: object) -> float:
+        if not measured:
+            assert last.wait(30), "training waited for the evaluation"
+        measured.append(next(speculator.drafter.parameters()).clone())  # type: ignore[attr-defined]
+        return 1.0 + len(measured)
+
+    class Watch(build.RunEvents):
+        def emit(self, kind: str, fields: dict) -> None:  # type: ignore[override]
+            super().emit(kind, fields)
+            if kind == "checkpoint" and fields["step"] == 12:
+                last.set()
+
+    monkeypatch.setattr(build, "measure_tau", held)
+    monkeypatch.setattr(build, "RunEvents", Watch)
+    build.train(config, resume=None, say=quiet)
+    assert [row["step"] for row in metrics(config, "evaluation")] == [2, 12]
+    assert [row["step"] for row in metrics(config, "evaluation_skipped")] == [4, 6, 8, 10]
+    assert not torch.equal(*measured), "the copy is of its own step"
+    root = Path(config.run.dir)
+    assert sorted(p.name for p in root.glob("checkpoint-*")) == ["checkpoint-12", "checkpoint-2", "checkpoint-best"]
+    assert (root / "checkpoint-best").readlink() == Path("checkpoint-12")
+
+
+def test_a_checkpoint_that_is_being_measured_can_still_become_the_best(
+    small_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, last = evaluating_config(small_config, 8, 2), threading.Event()
+    taus = iter([5.0, 2.0])
+
+    def held(*_: object, **__: object) -> float:
+        assert last.wait(30)
+        return next(taus)
+
+    class Watch(build.RunEvents):
+        def emit(self, kind: str, fields: dict) -> None:  # type: ignore[override]
+            super().emit(kind, fields)
+            if kind == "checkpoint" and fields["step"] == 8:
+                last.set()
+
+    monkeypatch.setattr(build, "measure_tau", held)
+    monkeypatch.setattr(build, "RunEvents", Watch)
+    build.train(config, resume=None, say=quiet)
+    best = Path(config.run.dir) / "checkpoint-best"
+    assert best.readlink() == Path("checkpoint-2")
+    assert checkpoints.fault_of(best.resolve()) is None
+
+
+def test_a_stop_does_not_wait_for_an_evaluation(small_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def patient(*_: object, guard: object, interrupted: Callable[[], bool]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while not interrupted():
+            assert time.monotonic() < deadline, "nobody told the evaluation to end"
+            time.sleep(0.01)
+
+    monkeypatch.setattr(build, "measure_tau", patient)
+    outcome = build.train(evaluating_config(small_config, 5000, 2), resume=None, say=quiet)
+    assert outcome.signal_number == signal.SIGTERM
+    assert outcome.stuck == ()
+
+
+def test_measuring_beside_training_changes_nothing_of_it(small_config: Config, tmp_path: Path) -> None:
+    build.train(small_config, resume=None, say=quiet)
+    tree = small_config.model_dump()
+    tree["evaluate"] |= {"prompts": small_config.data.train[0], "count": 3, "max_new_tokens": 12}
+    tree["run"]["dir"] = str(tmp_path / "measured")
+    measured = parse_config(tree, "test")
+    build.train(measured, resume=None, say=quiet)
+    assert final_digest(measured) == final_digest(small_config)
+    assert [r["loss"] for r in metrics(measured)] == [r["loss"] for r in metrics(small_config)]
 
 
 def test_bad_prompts_are_refused_before_the_first_step(small_config: Config, tmp_path: Path) -> None:

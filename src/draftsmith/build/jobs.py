@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.build.plan import resolve_devices
+from draftsmith.build.inputs import resolve_devices
 from draftsmith.checkpoint import save as checkpoints
 from draftsmith.checkpoint.export import Format, Precision, export_drafter, load_drafter
 from draftsmith.config import TargetSection
@@ -17,9 +17,16 @@ from draftsmith.decode.acceptance import Sampling
 from draftsmith.decode.speculate import Decoded, Speculator, check_pair
 from draftsmith.decode.stream import TextStream
 from draftsmith.errors import UsageError
-from draftsmith.evaluate.report import read_metrics, write_report
+from draftsmith.evaluate.partings import rescore
+from draftsmith.evaluate.report import read_metrics, write_outputs, write_report
 from draftsmith.evaluate.suite import decode_both_ways, load_prompts, summarise
 from draftsmith.target.load import DTYPES, Target, load_target, load_tokenizer
+
+
+def load_one(target: str, *, dtype: Precision = "bf16", device: str = "auto") -> Target:
+    """A target on one device. Raises DraftsmithError."""
+    where = resolve_devices([device], for_target=True)
+    return load_target(TargetSection(model=target, dtype=dtype, devices=[device]), where)[0]
 
 
 def load_pair(target: str, drafter: Path, *, dtype: Precision = "bf16", device: str = "auto") -> tuple[Target, Speculator]:
@@ -27,7 +34,7 @@ def load_pair(target: str, drafter: Path, *, dtype: Precision = "bf16", device: 
     where = resolve_devices([device], for_target=True)
     # The drafter first: it is the smaller one, so its errors come sooner. Cast once, not at every pass.
     loaded_drafter = load_drafter(drafter, device=where[0]).to(DTYPES[dtype])
-    loaded = load_target(TargetSection(model=target, dtype=dtype, devices=[device]), where)[0]
+    loaded = load_one(target, dtype=dtype, device=device)
     return loaded, Speculator(loaded, loaded_drafter)
 
 
@@ -69,25 +76,38 @@ def generate(
 def evaluate(
     target: Target,
     speculator: Speculator,
-    prompts: Path,
+    prompts: Sequence[str],
     *,
     count: int,
     max_new_tokens: int,
     out: Path | None,
     run: Path | None,
+    exact: Target | None = None,
 ) -> dict[str, Any]:
-    """Figures of a drafter on prompts; with `out`, also report.json and report.html there, with the curves of `run`."""
+    """Figures of a drafter on up to `count` prompts of each source; with `out`, also report.json, outputs.jsonl and report.html there, with
+    the curves of `run`. exact: the target in fp32, to judge each output that parts from plain decoding."""
     metrics = read_metrics(run) if run is not None else []
-    chosen = load_prompts(target, prompts, count)
+    chosen = [prompt for source in prompts for prompt in load_prompts(target, source, count)]
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out '{out}' cannot be a folder ({error.strerror}); give another") from error
     results = list(decode_both_ways(target, speculator, chosen, max_new_tokens))
-    report = summarise(results, speculator.config.block_size)
+    report = {**summarise(results, speculator.config.block_size), "max_new_tokens": max_new_tokens}
+    if exact is not None:
+        found = [rescore(exact, target, prompt.ids, result) for prompt, result in zip(chosen, results, strict=True)]
+        partings = [parting for parting in found if parting is not None]
+        report["partings"] = {
+            "near_ties": sum(parting.is_near_tie for parting in partings),
+            "others": sum(not parting.is_near_tie for parting in partings),
+            "largest_gap": max((parting.gap for parting in partings), default=0.0),
+            "gaps": [round(parting.gap, 5) for parting in partings],
+            "rounding": [round(parting.error, 5) for parting in partings],
+        }
     if out is not None:
         (out / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_outputs(out / "outputs.jsonl", results)
         write_report(out / "report.html", report, metrics, results)
     return report
 

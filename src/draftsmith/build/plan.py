@@ -7,45 +7,22 @@ from typing import Any
 
 import torch
 
+from draftsmith.build.inputs import Inputs, chat_format, check_cache, from_cache, from_target, resolve_devices
 from draftsmith.compiling.buckets import choose_buckets
-from draftsmith.config import Config, DataSection, DraftSection
-from draftsmith.data.chat import ChatFormat, DataCounts, encode_files
-from draftsmith.data.files import is_there
+from draftsmith.config import Config, DraftSection
+from draftsmith.data.chat import ChatFormat
 from draftsmith.data.packing import PackingReport, pack
 from draftsmith.draft.loss import CHUNK_ELEMENTS, default_gamma
 from draftsmith.draft.model import FULL, Drafter, DrafterConfig, default_target_layer_ids
 from draftsmith.errors import ConfigError
 from draftsmith.pipeline.plan import Plan, total_steps
 from draftsmith.pipeline.step import StepSettings
-from draftsmith.target.load import DTYPES, Target, choose_mask_token, load_target
+from draftsmith.target.facts import TargetFacts
+from draftsmith.target.load import DTYPES, Target, choose_mask_token
 from draftsmith.types import Tokens
 
 
-def resolve_devices(names: list[str], *, for_target: bool) -> list[torch.device]:
-    """Devices by name. `auto`: the CPU without GPUs; with one GPU that one; with more, the first for the target and the
-    others for drafters. Raises ConfigError for a device that is not there."""
-    gpus = torch.cuda.device_count()
-    resolved = []
-    for name in names:
-        if name == "auto":
-            chosen = ["cpu"] if gpus == 0 else ["cuda:0"] if for_target or gpus == 1 else [f"cuda:{i}" for i in range(1, gpus)]
-            resolved += [torch.device(c) for c in chosen]
-            continue
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            raise ConfigError(f"device '{name}' is not a device; expected 'auto', 'cpu' or 'cuda:N'") from None
-        if device.type not in ("cpu", "cuda"):
-            raise ConfigError(f"device '{name}' is of a kind that is not supported; expected 'auto', 'cpu' or 'cuda:N'")
-        if device.type == "cuda" and (device.index or 0) >= gpus:
-            raise ConfigError(
-                f"device '{name}' is not on this machine, which has {gpus} CUDA devices; use 'cpu' or fewer devices"
-            )
-        resolved.append(torch.device("cuda", device.index or 0) if device.type == "cuda" else torch.device("cpu"))
-    return resolved
-
-
-def drafter_config(section: DraftSection, target: Target) -> tuple[DrafterConfig, str]:
+def drafter_config(section: DraftSection, target: TargetFacts) -> tuple[DrafterConfig, str]:
     """The drafter's shape from its section, taking from the target what is not given; and how the mask token was chosen."""
     text = target.text_config()
     mask_token_id, how = choose_mask_token(target.tokenizer, target.vocab_size, section.mask_token_id)
@@ -75,26 +52,12 @@ def drafter_config(section: DraftSection, target: Target) -> tuple[DrafterConfig
     return config, how
 
 
-def chat_format(target: Target, section: DataSection, day: date | None = None) -> ChatFormat:
-    """How the target is spoken to in training, in evaluation, and when it writes answers: the same everywhere."""
-    return ChatFormat(target.tokenizer, target.end_ids, day, section.chat_template_kwargs)
-
-
 def data_digest(packs: list[Tokens]) -> str:
     """SHA-256 over ids and loss masks of all packs: resuming on other data would silently be another run."""
     digest = hashlib.sha256()
     for tokens in packs:
         digest.update(tokens.ids.numpy().tobytes())
         digest.update(tokens.loss_mask.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def target_digest(target: Target) -> str:
-    """SHA-256 over the first rows of embedding, head and every block's first weights: tells one target from another."""
-    digest = hashlib.sha256()
-    samples = [target.embedding, target.head, *(next(block.parameters()) for block in target.blocks)]
-    for tensor in samples:
-        digest.update(tensor.detach().flatten()[:4096].float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -112,33 +75,51 @@ class Resolved:
     day: date
     target_devices: list[torch.device]
     drafter_devices: list[torch.device]
-    targets: list[Target]
+    inputs: Inputs
     packs: list[Tokens]
-    counts: DataCounts
     packing: PackingReport
     drafter: DrafterConfig
     mask_choice: str
     plan: Plan
     settings: StepSettings
 
+    @property
+    def facts(self) -> TargetFacts:
+        """What is known of the target, whether it is loaded or not."""
+        return self.inputs.facts
+
+    @property
+    def targets(self) -> list[Target]:
+        """Target replicas; none where hidden states are read from a cache."""
+        return self.inputs.targets
+
     def chat(self) -> ChatFormat:
         """How this run speaks to its target."""
-        return chat_format(self.targets[0], self.config.data, self.day)
+        return chat_format(self.facts, self.config.data, self.day)
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to continue this run exactly."""
         train = self.config.train
         return {
             "data": data_digest(self.packs),
-            "target": target_digest(self.targets[0]),
+            "target": self.facts.digest,
             "target.dtype": self.config.target.dtype,
             "drafter": {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.drafter).items()},
             "train.seed": train.seed,
             "train.packs_per_step": train.packs_per_step,
             "train.anchors": train.anchors,
-            "train.gamma": self.settings.gamma,
             "train.precision": train.precision,
+            "train.loss": self.loss(),
         }
+
+    def loss(self) -> str:
+        """The loss in words, with what shapes it."""
+        train = self.config.train
+        return {
+            "ce": f"cross-entropy, gamma {self.settings.gamma:g}",
+            "dpace": f"cross-entropy, D-PACE alpha {train.dpace_alpha:g}",
+            "kl": f"divergence from the target, gamma {self.settings.gamma:g}",
+        }[train.loss]
 
     def recipe(self) -> dict[str, Any]:
         """What may be changed on resume, and is told when it is."""
@@ -149,48 +130,70 @@ class Resolved:
             "train.warmup": train.warmup,
             "train.weight_decay": train.weight_decay,
             "train.clip": train.clip,
+            "hidden states": "from vLLM" if self.config.hidden_states.source in ("files", "server") else "captured here",
         }
 
-    def describe(self) -> list[str]:
-        """The plan for people, a line each."""
+    def describe(self, *, training: bool = True) -> list[str]:
+        """The plan for people, a line each; without `training`, only up to the packs."""
         train, drafter, plan = self.config.train, self.drafter, self.plan
         parameters = parameter_count(drafter)
         compile, checkpoint = self.config.compile, self.config.checkpoint
         lines = [
-            f"target     {self.config.target.model}: {self.targets[0].num_layers} layers, width {drafter.hidden_size}, "
+            f"target     {self.config.target.model}: {self.facts.num_layers} layers, width {drafter.hidden_size}, "
             f"vocabulary {drafter.vocab_size}, {self.config.target.dtype}",
-            f"devices    target threads on {', '.join(map(str, self.target_devices))}; "
-            f"drafter threads on {', '.join(map(str, self.drafter_devices))}",
+            f"states     {self.states()}",
+            f"devices    {self.target_threads()}; drafter threads on {', '.join(map(str, self.drafter_devices))}",
             f"drafter    {drafter.num_hidden_layers} layers, {parameters / 1e6:.2f} M parameters, block size {drafter.block_size}, "
             f"target layers {list(drafter.target_layer_ids)}, attention {self.config.draft.attention}",
             f"mask token {drafter.mask_token_id} ({self.mask_choice})",
-            f"data       {self.counts.line()}",
+            f"data       {self.inputs.counts.line()}",
             f"buckets    {self.packing.line()}",
+        ]
+        if not training:
+            return lines
+        lines += [
             f"steps      {plan.steps} of {plan.per_step} packs ({plan.steps * plan.per_step / plan.packs:.2f} epochs), "
-            f"{train.anchors} anchors a pack, {train.precision}, lr {train.lr:g}, seed {train.seed}",
+            f"{train.anchors} anchors a pack, {train.precision}, lr {train.lr:g}, seed {train.seed}; loss: {self.loss()}",
             f"compile    {compile.enabled}; {len({p.bucket for p in self.packs})} graphs per kind of device, unplanned: {compile.unplanned}",
             f"checkpoint every {checkpoint.every} steps, keep {checkpoint.keep}, "
             f"{12 * parameters / 1e6:.1f} MB each, in {self.config.run.dir}",
         ]
         return lines + [f"memory     {line}" for line in self.memory()]
 
+    def states(self) -> str:
+        """Where hidden states come from, in words."""
+        section = self.config.hidden_states
+        if section.source in ("live", "server"):
+            return {"live": "live", "server": f"asked of {section.url}"}[section.source]
+        tokens = sum(sum(p.lengths) for p in self.packs)
+        columns = self.facts.hidden_size * (len(self.drafter.target_layer_ids) + (self.config.train.loss == "kl"))
+        size = tokens * columns * DTYPES[self.config.target.dtype].itemsize / 1e9
+        told = "live the first time, then from" if section.source == "hybrid" else "read from"
+        return f"{told} {section.folder}, {size:.2f} GB"
+
+    def target_threads(self) -> str:
+        """Where target threads run, in words."""
+        return f"target threads on {', '.join(map(str, self.target_devices))}" if self.targets else "one thread reads states"
+
     def memory(self) -> list[str]:
         """Estimated peak per device: the target's weights and waiting hidden states, each replica's share."""
         sizes: dict[str, float] = {}
-        target = self.targets[0]
+        facts = self.facts
         width = DTYPES[self.config.target.dtype].itemsize
         bucket = max(p.bucket for p in self.packs)
         features = bucket * len(self.drafter.target_layer_ids) * self.drafter.hidden_size * width
         # The channels' hidden states stay on the device that made them until a drafter takes them.
-        waiting = features * self.config.train.channel_capacity * len(self.drafter_devices) / len(self.target_devices)
-        running = bucket * (6 * self.drafter.hidden_size + 3 * target.text_config().intermediate_size) * width
-        for device in self.target_devices:
-            sizes[str(device)] = sizes.get(str(device), 0.0) + waiting + running
-        for device in set(self.target_devices):
-            sizes[str(device)] += sum(p.numel() * p.element_size() for p in target.model.parameters())
+        waiting = features * self.config.train.channel_capacity * len(self.drafter_devices) / self.plan.targets
+        running = bucket * (6 * self.drafter.hidden_size + 3 * facts.text_config().intermediate_size) * width
+        for target in self.targets:
+            sizes[str(target.device)] = sizes.get(str(target.device), 0.0) + waiting + running
+        for target in {t.device: t for t in self.targets}.values():
+            sizes[str(target.device)] += sum(p.numel() * p.element_size() for p in target.model.parameters())
+        if not self.targets:
+            sizes["cpu"] = waiting
         for device in self.drafter_devices:
-            borrowed = device in self.target_devices
-            ends = 0 if borrowed else target.embedding.numel() * width * (1 if target.head is target.embedding else 2)
+            borrowed = device in [t.device for t in self.targets]
+            ends = 0 if borrowed else facts.embedding.numel() * width * (1 if facts.head is facts.embedding else 2)
             sizes[str(device)] = sizes.get(str(device), 0.0) + replica_bytes(self, bucket) + ends
         return [f"about {size / 2**20:,.0f} MiB on {device}" for device, size in sorted(sizes.items())]
 
@@ -213,17 +216,6 @@ def replica_bytes(run: Resolved, bucket: int) -> float:
     return 16 * parameters + cast + activations * width + scores + slots * keys + logits
 
 
-def _check_files(config: Config) -> None:
-    # Before the target loads: a typing error should not cost a minute.
-    for key, paths in (("data.train", config.data.train), ("evaluate.prompts", [config.evaluate.prompts])):
-        for path in paths:
-            if path is not None and not is_there(path):
-                raise ConfigError(
-                    f"{key} names '{path}', which does not exist; give a .jsonl, .json or .parquet file, a folder written by datasets' "
-                    "save_to_disk, or hf:NAME:SPLIT"
-                )
-
-
 def resolve(config: Config, day: date | None = None) -> Resolved:
     """Load the targets and the data and decide everything; raises errors for whatever cannot work.
 
@@ -239,24 +231,18 @@ def resolve(config: Config, day: date | None = None) -> Resolved:
         )
     if config.draft.attention == "flex" and any(d.type == "cpu" for d in drafter_devices):
         raise ConfigError("draft.attention 'flex' has no backward on CPU, where the drafter would train; use 'sdpa' or 'eager'")
-    _check_files(config)
-    targets = load_target(config.target, target_devices)
-    drafter, mask_choice = drafter_config(config.draft, targets[0])
-    documents, counts = encode_files(
-        chat_format(targets[0], config.data, day),
-        config.data.train,
-        longest=config.data.longest if config.data.buckets == "auto" else max(config.data.buckets),
-        vocab_size=targets[0].vocab_size,
-    )
+    inputs = from_cache(config) if config.hidden_states.source == "cached" else from_target(config, target_devices, day)
+    documents = inputs.documents
+    drafter, mask_choice = drafter_config(config.draft, inputs.facts)
+    if inputs.cache is not None:
+        check_cache(config, inputs.cache, drafter)
     train = config.train
     buckets = config.data.buckets
     if buckets == "auto":
         buckets = choose_buckets(config.data.longest, lambda chosen: pack(documents, list(chosen), train.seed)[1].waste)
     packs, packing = pack(documents, buckets, train.seed)
     steps = total_steps(len(packs), train.packs_per_step, train.epochs, train.max_steps)
-    plan = Plan(len(packs), train.packs_per_step, steps, len(drafter_devices), len(targets), train.seed)
+    plan = Plan(len(packs), train.packs_per_step, steps, len(drafter_devices), max(1, len(inputs.targets)), train.seed)
     gamma = train.gamma if train.gamma is not None else default_gamma(drafter.block_size)
-    settings = StepSettings(train.anchors, gamma, DTYPES[train.precision], train.seed)
-    return Resolved(
-        config, day, target_devices, drafter_devices, targets, packs, counts, packing, drafter, mask_choice, plan, settings
-    )
+    settings = StepSettings(train.anchors, gamma, DTYPES[train.precision], train.seed, train.loss, train.dpace_alpha)
+    return Resolved(config, day, target_devices, drafter_devices, inputs, packs, packing, drafter, mask_choice, plan, settings)

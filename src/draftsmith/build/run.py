@@ -3,7 +3,7 @@
 import copy
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import yaml
 
 from draftsmith.build.plan import Resolved, resolve
 from draftsmith.build.resume import Say, check_fit, find_resume, run_lock
+from draftsmith.build.sources import make_sources
 from draftsmith.checkpoint import save as checkpoints
 from draftsmith.checkpoint.export import check_weights
 from draftsmith.compiling.cache import use_cache
@@ -20,15 +21,15 @@ from draftsmith.config import Config
 from draftsmith.decode.speculate import Speculator
 from draftsmith.draft.model import Drafter
 from draftsmith.evaluate.suite import Prompt, load_prompts, measure_tau
-from draftsmith.pipeline.coordinator import Coordinator, Emit, Evaluate, Outcome, Save
+from draftsmith.pipeline.coordinator import Coordinator, Emit, Judge, Outcome, Save
 from draftsmith.pipeline.plan import generator_for, learning_rate
 from draftsmith.pipeline.replicas import Replica
 from draftsmith.pipeline.signals import StopRequest, stop_on_signals
 from draftsmith.pipeline.step import blank_batch, drafter_core, run_pack
-from draftsmith.pipeline.workers import Job
+from draftsmith.pipeline.workers import Evaluate, Guard, Job
 from draftsmith.runs.events import RunEvents
 from draftsmith.runs.reporter import RunReporter
-from draftsmith.target.capture import Capture
+from draftsmith.target.load import Target, load_target
 
 
 def build_replicas(run: Resolved, checkpoint: checkpoints.Checkpoint | None) -> list[Replica]:
@@ -41,7 +42,7 @@ def build_replicas(run: Resolved, checkpoint: checkpoints.Checkpoint | None) -> 
     for rank, device in enumerate(run.drafter_devices):
         drafter = copy.deepcopy(first).to(device)
         # On the target's own device the drafter borrows the very same tensors; elsewhere it needs a copy, one if tied.
-        replica = Replica(rank, drafter, run.targets[0].ends.to(device), run.config.train)
+        replica = Replica(rank, drafter, run.facts.ends.to(device), run.config.train)
         if checkpoint is not None:
             replica.load(checkpoint.weights, checkpoint.optimizer)
         replicas.append(replica)
@@ -64,7 +65,7 @@ def make_compiler(run: Resolved, replica: Replica, before: bool | None, say: Say
     buckets = {p.bucket for p in run.packs}
     graphs = len(buckets) * len(set(run.drafter_devices))
     if enabled == "auto":
-        dtype = run.targets[0].embedding.dtype
+        dtype = run.facts.embedding.dtype
         blank = blank_batch(max(buckets), replica.drafter, dtype, replica.flat.device)
         seconds = []
         for _ in range(3):
@@ -85,7 +86,7 @@ def make_compiler(run: Resolved, replica: Replica, before: bool | None, say: Say
 def _saver(run: Resolved, root: Path, compiled: bool, emit: Emit) -> Save:
     train, fingerprint, recipe = run.config.train, run.fingerprint(), run.recipe()
 
-    def save(step: int, replica: Replica, digest: str) -> None:
+    def save(step: int, replica: Replica, digest: str, spared: frozenset[int]) -> None:
         checkpoint = checkpoints.Checkpoint(
             step=step,
             config=run.drafter,
@@ -113,24 +114,33 @@ def _saver(run: Resolved, root: Path, compiled: bool, emit: Emit) -> Save:
                 "recipe": recipe,
             },
         )
-        path = checkpoints.save_checkpoint(root, checkpoint, run.config.checkpoint.keep)
+        path = checkpoints.save_checkpoint(root, checkpoint, run.config.checkpoint.keep, spared)
         emit("checkpoint", {"step": step, "path": str(path), "weights_sha256": digest})
 
     return save
 
 
-def _evaluator(run: Resolved, root: Path, prompts: list[Prompt], emit: Emit) -> Evaluate:
-    def evaluate(step: int, replica: Replica, interrupted: Callable[[], bool]) -> None:
-        if not prompts:
-            return
-        target = run.targets[0]
-        drafter = replica.drafter if replica.flat.device == target.device else copy.deepcopy(replica.drafter).to(target.device)
-        tau = measure_tau(Speculator(target, drafter), prompts, run.config.evaluate.max_new_tokens, interrupted)
-        if tau is not None:
-            best = checkpoints.mark_best(root, step, tau)
-            emit("evaluation", {"step": step, "tau": tau, "prompts": len(prompts), "best": best})
+def _evaluator(run: Resolved, target: Target | None, prompts: list[Prompt]) -> Evaluate | None:
+    if target is None:
+        return None
+
+    def evaluate(drafter: Drafter, guard: Guard, interrupted: Callable[[], bool]) -> Mapping[str, object] | None:
+        with guard():
+            # In the target's type at once, to which it would be cast at every pass.
+            speculator = Speculator(target, drafter.to(target.device, target.embedding.dtype))
+        limit = run.config.evaluate.max_new_tokens
+        tau = measure_tau(speculator, prompts, limit, guard=guard, interrupted=interrupted)
+        return None if tau is None else {"tau": tau, "prompts": len(prompts)}
 
     return evaluate
+
+
+def _judge(root: Path, emit: Emit) -> Judge:
+    def judge(step: int, figures: Mapping[str, object]) -> None:
+        best = checkpoints.mark_best(root, step, float(str(figures["tau"])))
+        emit("evaluation", {"step": step, **figures, "best": best})
+
+    return judge
 
 
 def _write_config(config: Config, root: Path) -> None:
@@ -155,12 +165,14 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
         reporter.phase("model")
         for line in run.describe():
             say(line)
-        prompts = []
+        prompts, judge = [], None
         if config.evaluate.prompts is not None:
-            prompts = load_prompts(run.targets[0], config.evaluate.prompts, config.evaluate.count, run.chat())
+            judge = run.targets[0] if run.targets else load_target(config.target, run.target_devices[:1])[0]
+            prompts = load_prompts(judge, config.evaluate.prompts, config.evaluate.count, run.chat())
         replicas = build_replicas(run, checkpoint)
         checkpoints.require_space(root, 2 * checkpoints.checkpoint_bytes(replicas[0].weights()))
         _write_config(config, root)
+        sources, cache = make_sources(run, say)
         start_step = checkpoint.step if checkpoint is not None else 0
         before = checkpoint.state.get("compiled") if checkpoint is not None else None
         if start_step:
@@ -176,7 +188,7 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
         ):
             job = Job(
                 replicas=replicas,
-                captures=[Capture(target, run.drafter.target_layer_ids) for target in run.targets],
+                sources=sources,
                 packs=run.packs,
                 plan=run.plan,
                 settings=run.settings,
@@ -191,12 +203,15 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
             coordinator = Coordinator(
                 job,
                 save=_saver(run, root, compiler.enabled, events.emit),
-                evaluate=_evaluator(run, root, prompts, events.emit),
+                evaluate=_evaluator(run, judge, prompts),
+                judge=_judge(root, events.emit),
                 emit=events.emit,
                 stop=stop,
             )
             try:
                 return coordinator.run(start_step)
             finally:
+                if cache is not None:
+                    cache.flush()
                 if compiler.enabled:
                     events.emit("compile", compiler.account())

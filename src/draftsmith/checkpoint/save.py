@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,8 @@ def checkpoint_bytes(weights: dict[str, Tensor]) -> int:
     return 3 * 4 * sum(t.numel() for t in weights.values()) + 2**20
 
 
-def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write `root/checkpoint-N` and rotate older ones down to `keep`; returns its path.
+def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int, spared: Set[int] = frozenset()) -> Path:
+    """Write `root/checkpoint-N` and rotate older ones, but for those of the spared steps, down to `keep`; returns its path.
 
     Raises CheckpointError when the disk is full; whatever was saved before stays valid, the partial one is removed.
     """
@@ -122,7 +122,7 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
         raise CheckpointError(
             f"{final} could not be written ({error.strerror}); {cure}, then use --resume latest. Nothing saved before was lost"
         ) from error
-    _rotate(root, final, keep)
+    _rotate(root, final, keep, spared)
     return final
 
 
@@ -193,10 +193,10 @@ def _numbered(root: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _rotate(root: Path, newest: Path, keep: int) -> None:
+def _rotate(root: Path, newest: Path, keep: int, spared: Set[int]) -> None:
     # The one just written is known to be whole and is never a candidate, so a valid one always remains.
     best = best_step(root)
-    others = [path for number, path in _numbered(root) if path != newest and number != best]
+    others = [path for number, path in _numbered(root) if path != newest and number != best and number not in spared]
     for path in others[: max(0, len(others) + 1 - keep)]:
         _discard(path)
 

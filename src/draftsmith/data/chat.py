@@ -169,6 +169,12 @@ def _mask_by_prefixes(chat: ChatFormat, record: Record, ids: list[int]) -> tuple
     return mask, rewritten
 
 
+def _without_end(ids: list[int], mask: list[bool], ends: frozenset[int]) -> tuple[list[int], list[bool]]:
+    """The chat up to the end-of-turn token after its last supervised turn, which the template wrote and not the target."""
+    last = max((place for place, supervised in enumerate(mask) if supervised), default=-1)
+    return (ids[:last], mask[:last]) if last >= 0 and ids[last] in ends else (ids, mask)
+
+
 def encode_record(chat: ChatFormat, record: Record) -> tuple[Document, int]:
     """Tokens and loss mask of one record, and its turns that the template rewrites.
 
@@ -186,6 +192,8 @@ def encode_record(chat: ChatFormat, record: Record) -> tuple[Document, int]:
     else:
         ids = chat.ids(chat.text(record.messages, record))
         mask, rewritten = _mask_by_prefixes(chat, record, ids)
+    if record.unfinished:
+        ids, mask = _without_end(ids, mask, chat.ends)
     document = Document(record.name, torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.bool))
     return document, rewritten
 

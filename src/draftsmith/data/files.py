@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.sets import SETS
 from draftsmith.data.text import Record, parse_record
 from draftsmith.errors import DataError
 
@@ -15,17 +16,35 @@ SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")
 def is_there(source: str) -> bool:
     """Whether a source can be opened without asking anybody; hub names are believed."""
     path = Path(source)
-    return source.startswith(HUB) or path.is_file() or any((path / name).is_file() for name in SAVED)
+    return source.startswith(HUB) or source in SETS or path.is_file() or any((path / name).is_file() for name in SAVED)
 
 
 def read_records(source: Path | str) -> Iterator[Record]:
     """Rows of a source in order; each record's name says where it stands. Raises DataError naming place and fault.
 
-    source: a .jsonl, .json or .parquet file, a folder written by `datasets`' save_to_disk, or `hf:NAME[:SPLIT]`.
+    source: a .jsonl, .json or .parquet file, a folder written by `datasets`' save_to_disk, `hf:NAME[:SPLIT]`, or the short name of a
+    usual set (data/sets.py).
     """
     text = str(source)
-    for name, row in _hub(text.removeprefix(HUB)) if text.startswith(HUB) else _file(Path(source)):
+    if text.startswith(HUB):
+        rows = _hub(*text.removeprefix(HUB).partition(":")[::2])
+    elif text in SETS and not Path(source).exists():
+        rows = _set(text)
+    else:
+        rows = _file(Path(source))
+    for name, row in rows:
         yield parse_record(row, name)
+
+
+def _set(name: str) -> Iterator[tuple[str, object]]:
+    chosen = SETS[name]
+    for place, row in _hub(chosen.path, chosen.split, chosen.config):
+        try:
+            yield place, chosen.row(row, name)
+        except (KeyError, IndexError, TypeError) as error:
+            raise DataError(
+                f"{place}: not a row of the set '{name}' as it is known ({type(error).__name__}: {error})"
+            ) from None
 
 
 def _file(path: Path) -> Iterator[tuple[str, object]]:
@@ -110,17 +129,17 @@ def _saved(path: Path) -> Iterator[tuple[str, object]]:
         yield f"{path}:{number}", row
 
 
-def _hub(name: str) -> Iterator[tuple[str, object]]:
+def _hub(title: str, split: str, config: str | None = None) -> Iterator[tuple[str, Any]]:
     import datasets
 
-    title, _, split = name.partition(":")
+    name = f"{HUB}{title}" + (f":{split}" if split else "")
     try:
         # Streamed, so that a look at a few rows does not fetch them all.
-        rows: Any = datasets.load_dataset(title, split=split or "train", streaming=True)
+        rows: Any = datasets.load_dataset(title, config, split=split or "train", streaming=True)
         for number, row in enumerate(rows, start=1):
-            yield f"{HUB}{name}:{number}", row
+            yield f"{name}:{number}", row
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"dataset '{HUB}{name}' cannot be read: {_one_line(error)}") from error
+        raise DataError(f"dataset '{name}' cannot be read: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -29,7 +29,8 @@ class Record:
     """One row: either a chat (`messages`) or plain `text`; `name` is `file:line`.
 
     tools: what the model may call, as the template shows it; options: arguments of the row's own for its chat template, such as
-    `enable_thinking`.
+    `enable_thinking`; category: what kind of prompt it is, for figures by kind; unfinished: its last turn was cut off where the
+    writer's limit was, so that the end of the turn is nobody's word.
     """
 
     name: str
@@ -37,6 +38,8 @@ class Record:
     text: str | None
     tools: tuple[Any, ...] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    category: str | None = None
+    unfinished: bool = False
 
 
 def _content(content: object, name: str, place: str) -> object:
@@ -118,6 +121,7 @@ def parse_record(row: object, name: str) -> Record:
     options = row.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
         raise DataError(f"{name}: 'chat_template_kwargs' is {type(options).__name__}, expected an object")
+    category = str(row["category"]) if row.get("category") is not None else None
     for key, read in (("messages", _message), ("conversations", _turn)):
         if row.get(key) is None:
             continue
@@ -125,9 +129,10 @@ def parse_record(row: object, name: str) -> Record:
         if not isinstance(turns, Sequence) or isinstance(turns, str):
             raise DataError(f"{name}: '{key}' is {type(turns).__name__}, expected a list")
         messages = tuple(read(turn, name, number) for number, turn in enumerate(turns, start=1))
-        return Record(name, messages, None, _tools(row, name), {k: v for k, v in options.items() if v is not None})
+        told = {k: v for k, v in options.items() if v is not None}
+        return Record(name, messages, None, _tools(row, name), told, category, row.get("unfinished") is True)
     if isinstance(row.get("text"), str):
-        return Record(name, None, row["text"])
+        return Record(name, None, row["text"], category=category)
     raise DataError(
         f"{name}: row has keys {sorted(map(str, row))}; expected 'messages' (list), 'conversations' (list) or 'text' (string)"
     )

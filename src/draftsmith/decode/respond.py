@@ -1,10 +1,71 @@
-"""The target writes the training responses: batched greedy decoding of many prompts."""
+"""The target writes responses: many conversations in batches, greedily or by sampling."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from transformers import LogitsProcessor
 
+from draftsmith.decode.acceptance import Sampling
 from draftsmith.target.load import Target
+
+
+class Written(NamedTuple):
+    """What the target wrote after a prompt, its end-of-turn token left out. finished: whether it came to an end by itself."""
+
+    text: str
+    finished: bool
+    tokens: int
+
+
+class _Drawn(LogitsProcessor):
+    """Leaves of each row the one token that was drawn, so that the library's greedy choice takes it: its own sampling draws from the
+    random state of the whole process."""
+
+    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+        self._sampling, self._generator = sampling, torch.Generator(device).manual_seed(sampling.seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002 - the library's interface
+        drawn = torch.multinomial(self._sampling.distribution(scores), 1, generator=self._generator)
+        return torch.full_like(scores, float("-inf")).scatter_(1, drawn, 0.0)
+
+
+@torch.inference_mode()
+def write_batch(
+    target: Target,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> list[Written]:
+    """The target's own answer to each prompt, all in one batch padded on the left; greedy without `sampling`.
+
+    Ends early once `interrupted`, and then what it returns is worth nothing.
+    """
+    ends, longest = sorted(target.end_ids), max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), ends[0])
+    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    out = target.model.generate(  # type: ignore[operator]
+        input_ids=ids.to(target.device),
+        attention_mask=mask.to(target.device),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=ends,
+        pad_token_id=ends[0],
+        stopping_criteria=[lambda ids, _scores: torch.full((ids.shape[0],), interrupted(), device=ids.device)],
+        do_sample=False,
+        logits_processor=[] if sampling is None else [_Drawn(sampling, target.device)],
+    )
+    answers = []
+    for row in out[:, longest:].tolist():
+        stop = next((place for place, token in enumerate(row) if token in target.end_ids), None)
+        text = str(target.tokenizer.decode(row[:stop]))
+        answers.append(Written(text, stop is not None, len(row) if stop is None else stop + 1))
+    return answers
 
 
 def write_responses(
@@ -13,37 +74,15 @@ def write_responses(
     *,
     max_new_tokens: int,
     batch_size: int = 64,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[str | None]:
-    """The target's own greedy answer to each prompt, without its end-of-turn token; None where it did not end in time.
-
-    Prompts of similar length share a batch, padded on the left.
-    """
+    sampling: Sampling | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[tuple[int, Written]]:
+    """Number and answer of each prompt, batch after batch, until all are done or `interrupted`; prompts of similar length share one."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    ends = sorted(target.end_ids)
-    answers: list[str | None] = [None] * len(prompts)
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
-        longest = max(len(prompts[i]) for i in rows)
-        ids = torch.full((len(rows), longest), ends[0])
-        mask = torch.zeros(len(rows), longest, dtype=torch.long)
-        for row, number in enumerate(rows):
-            ids[row, longest - len(prompts[number]) :] = torch.tensor(prompts[number])
-            mask[row, longest - len(prompts[number]) :] = 1
-        with torch.inference_mode():
-            out = target.model.generate(  # type: ignore[operator]
-                input_ids=ids.to(target.device),
-                attention_mask=mask.to(target.device),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                eos_token_id=ends,
-                pad_token_id=ends[0],
-            )
-        for row, number in enumerate(rows):
-            written = out[row, longest:].tolist()
-            stop = next((place for place, token in enumerate(written) if token in target.end_ids), None)
-            if stop is not None:
-                answers[number] = str(target.tokenizer.decode(written[:stop]))
-        if progress is not None:
-            progress(min(start + batch_size, len(order)), len(order))
-    return answers
+        asked = [prompts[i] for i in rows]
+        batch = write_batch(target, asked, max_new_tokens=max_new_tokens, sampling=sampling, interrupted=interrupted)
+        if interrupted():
+            return
+        yield from zip(rows, batch, strict=True)

@@ -81,18 +81,18 @@ def _write_data(folder: Path, target: Target, recipe: DemoRecipe, say: Say) -> N
     held_out = tasks.held_out(recipe.target.seed + 3, recipe.prompts + 10, seen)
     begin = time.perf_counter()
 
-    def progress(done: int, total: int) -> None:
-        if done == total or done % 640 == 0:
-            say(f"responses: {done}/{total} written by the target, {time.perf_counter() - begin:.0f} s")
-
     chats = [task.messages() for task in train]
     prompts = [ChatFormat(target.tokenizer).prompt(chat[:-1]) for chat in chats]
-    answers = write_responses(target, prompts, max_new_tokens=recipe.max_new_tokens, progress=progress)
-    # An answer that did not end in time teaches the drafter to loop; it is left out.
-    answered = [[*c[:-1], {"role": "assistant", "content": a}] for c, a in zip(chats, answers, strict=True) if a is not None]
+    answered: dict[int, list[dict[str, Any]]] = {}
+    for done, (number, written) in enumerate(write_responses(target, prompts, max_new_tokens=recipe.max_new_tokens), start=1):
+        if written.finished:
+            # An answer that did not end in time teaches the drafter to loop; it is left out.
+            answered[number] = [*chats[number][:-1], {"role": "assistant", "content": written.text}]
+        if done == len(prompts) or done % 640 == 0:
+            say(f"responses: {done}/{len(prompts)} written by the target, {time.perf_counter() - begin:.0f} s")
     write_records(files[1], [t.messages() for t in held_out[recipe.prompts :]])
     write_records(files[2], [t.messages() for t in held_out[: recipe.prompts]])
-    write_records(files[0], answered)
+    write_records(files[0], [answered[number] for number in sorted(answered)])
 
 
 def _figures(

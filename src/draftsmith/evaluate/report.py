@@ -108,6 +108,10 @@ def _plots(report: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]) -> l
     histogram = report.get("kept_histogram")
     if histogram:
         drawn.append(_svg(_bars(histogram, 1, "Tokens kept per check, held-out prompts", "tokens kept", "checks", "d")))
+    accepted = report.get("slot_acceptance")
+    if accepted:
+        title = "Checks that keep at least so many drafted tokens"
+        drawn.append(_svg(_bars(accepted, 1, title, "drafted tokens", "share of checks", ".2f")))
     return drawn
 
 
@@ -138,6 +142,30 @@ def _controls(report: Mapping[str, Any]) -> str:
     return f"<h2>Is it the drafter's work?</h2><table><tr><th>drafter</th><th>tau on the same prompts</th></tr>{rows}</table>"
 
 
+def _categories(report: Mapping[str, Any]) -> str:
+    """A table of the figures by kind of prompt, where prompts have one."""
+    if "by_category" not in report:
+        return ""
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{own['prompts']}</td><td>{_number(own['tau'])}</td><td>{own['speed_up']:.2f}</td>"
+        f"<td>{own['identical_prompts']}</td></tr>"
+        for name, own in report["by_category"].items()
+    )
+    heads = "".join(f"<th>{name}</th>" for name in ("category", "prompts", "tau", "speed-up", "identical"))
+    return f"<h2>By category</h2><table><tr>{heads}</tr>{rows}</table>"
+
+
+def _partings(report: Mapping[str, Any]) -> str:
+    """What became of the outputs that part from plain decoding, where they were scored again in fp32."""
+    if "partings" not in report:
+        return ""
+    told = report["partings"]
+    return (
+        f'<p class="quiet">{told["near_ties"] + told["others"]} outputs part from plain decoding: {told["near_ties"]} at near-ties, where '
+        f"the two tokens lie closer in fp32 than rounding moves them (largest gap {told['largest_gap']:.3f}), {told['others']} elsewhere.</p>"
+    )
+
+
 def _examples(results: Sequence[PromptResult]) -> str:
     rows = []
     for result in results[:12]:
@@ -147,6 +175,21 @@ def _examples(results: Sequence[PromptResult]) -> str:
             f"<td>{'yes' if result.identical else 'no'}</td><td>{mark}</td></tr>"
         )
     return "".join(rows)
+
+
+def write_outputs(path: Path, results: Sequence[PromptResult]) -> None:
+    """Every prompt with what was written for it, a JSON object a line."""
+    lines = []
+    for result in results:
+        row: dict[str, object] = {
+            "prompt": result.prompt,
+            "text": result.text,
+            "category": result.category,
+            "identical": result.identical,
+        }
+        row |= {"ids": result.speculative.ids, "plain_ids": result.plain.ids, "kept": result.speculative.kept}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def write_report(
@@ -163,7 +206,9 @@ def write_report(
 <div class="figures">{_cards(report)}</div>
 <p class="quiet">tau counts the {report["sound_prompts"]} outputs of which under 30 % of the 4-grams repeat; over all outputs it is
 {_number(report["tau_all"])}. Speeds include each prompt's own pass.</p>
+{_partings(report)}
 <h2>Curves</h2><div class="plots">{"".join(_plots(report, metrics))}</div>
+{_categories(report)}
 {_controls(report)}
 <h2>Examples</h2><table><tr><th>prompt</th><th>output</th><th>tau</th><th>identical</th><th>answer</th></tr>{_examples(results)}</table>
 </body></html>

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -19,11 +20,12 @@ LOOP_SHARE = 0.30
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as token ids and as people read it; expected: the right answer's text, where one is known."""
+    """A prompt as token ids and as people read it; expected: the right answer's text, where one is known; category: its kind."""
 
     text: str
     ids: list[int]
     expected: str | None = None
+    category: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class PromptResult:
     speculative_s: float
     text: str
     right: bool | None
+    category: str | None = None
 
     @property
     def identical(self) -> bool:
@@ -65,7 +68,7 @@ def load_prompts(target: Target, path: Path | str, count: int, chat: ChatFormat 
     for record in read_records(path):
         if record.messages is None:
             text = record.text or ""
-            prompts.append(Prompt(text, chat.ids(text)))
+            prompts.append(Prompt(text, chat.ids(text), None, record.category))
         else:
             messages = list(record.messages)
             expected = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
@@ -76,7 +79,7 @@ def load_prompts(target: Target, path: Path | str, count: int, chat: ChatFormat 
                 raise DataError(
                     f"{record.name}: the chat template refuses this prompt ({error}); mend or remove the row"
                 ) from error
-            prompts.append(Prompt(asked, ids, expected))
+            prompts.append(Prompt(asked, ids, expected, record.category))
         try:
             check_prompt(target, prompts[-1].ids)
         except UsageError as error:
@@ -106,18 +109,25 @@ def decode_both_ways(
         end = time.perf_counter()
         text = str(target.tokenizer.decode(speculative.ids, skip_special_tokens=True))
         right = None if prompt.expected is None else text.strip() == prompt.expected.strip()
-        yield PromptResult(prompt.text, plain, speculative, middle - start, end - middle, text, right)
+        yield PromptResult(prompt.text, plain, speculative, middle - start, end - middle, text, right, prompt.category)
 
 
 def measure_tau(
-    speculator: Speculator, prompts: Sequence[Prompt], max_new_tokens: int, stop: Callable[[], bool]
+    speculator: Speculator,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    *,
+    guard: Callable[[], AbstractContextManager[object]],
+    interrupted: Callable[[], bool],
 ) -> float | None:
-    """Mean kept tokens per check over all prompts, speculative decoding only; None if stopped or nothing was checked."""
+    """Mean kept tokens per check over all prompts, speculative decoding only, each under `guard()`; None if interrupted or if nothing
+    was checked."""
     kept: list[int] = []
     for prompt in prompts:
-        if stop():
+        if interrupted():
             return None
-        kept += speculator.decode(prompt.ids, max_new_tokens).kept
+        with guard():
+            kept += speculator.decode(prompt.ids, max_new_tokens).kept
     return mean(kept) if kept else None
 
 
@@ -126,15 +136,39 @@ def _tau(results: Sequence[PromptResult]) -> float | None:
     return round(mean(kept), 4) if kept else None
 
 
-def summarise(results: Sequence[PromptResult], block_size: int) -> dict[str, object]:
-    """The figures of a set of decoded prompts. `tau` counts only outputs that do not loop (under 30 % repeated 4-grams);
-    `tau_all` counts every output. Speeds are over all prompts, tokens per second of whole decodes."""
-    sound = [r for r in results if r.repeated < LOOP_SHARE]
-    kept = [k for r in sound for k in r.speculative.kept]
-    judged = [r for r in results if r.right is not None]
+def _speeds(results: Sequence[PromptResult]) -> dict[str, float]:
     plain_s, speculative_s = sum(r.plain_s for r in results), sum(r.speculative_s for r in results)
     plain_rate = sum(len(r.plain.ids) for r in results) / plain_s
     speculative_rate = sum(len(r.speculative.ids) for r in results) / speculative_s
+    return {
+        "plain_tokens_per_s": round(plain_rate, 1),
+        "speculative_tokens_per_s": round(speculative_rate, 1),
+        "speed_up": round(speculative_rate / plain_rate, 3),
+    }
+
+
+def _by_category(results: Sequence[PromptResult]) -> dict[str, object]:
+    told = {}
+    for name in sorted({r.category for r in results if r.category is not None}):
+        own = [r for r in results if r.category == name]
+        sound = [r for r in own if r.repeated < LOOP_SHARE]
+        told[name] = {
+            "prompts": len(own),
+            "tau": _tau(sound),
+            "tau_all": _tau(own),
+            "identical_prompts": sum(r.identical for r in own),
+            "speed_up": _speeds(own)["speed_up"],
+        }
+    return {"by_category": told} if told else {}
+
+
+def summarise(results: Sequence[PromptResult], block_size: int) -> dict[str, object]:
+    """The figures of a set of decoded prompts. `tau` counts only outputs that do not loop (under 30 % repeated 4-grams);
+    `tau_all` counts every output. Speeds are over all prompts, tokens per second of whole decodes. `slot_acceptance`: share of the
+    checks that kept at least k drafted tokens, k = 1..K-1."""
+    sound = [r for r in results if r.repeated < LOOP_SHARE]
+    kept = [k for r in sound for k in r.speculative.kept]
+    judged = [r for r in results if r.right is not None]
     return {
         "tau": _tau(sound),
         "tau_all": _tau(results),
@@ -142,13 +176,13 @@ def summarise(results: Sequence[PromptResult], block_size: int) -> dict[str, obj
         "prompts": len(results),
         "sound_prompts": len(sound),
         "identical_prompts": sum(r.identical for r in results),
-        "plain_tokens_per_s": round(plain_rate, 1),
-        "speculative_tokens_per_s": round(speculative_rate, 1),
-        "speed_up": round(speculative_rate / plain_rate, 3),
+        **_speeds(results),
         "target_passes_plain": sum(r.plain.target_passes for r in results),
         "target_passes_speculative": sum(r.speculative.target_passes for r in results),
         "repeated_4gram_share": round(mean(r.repeated for r in results), 4),
         "right_answers": sum(bool(r.right) for r in judged),
         "judged_answers": len(judged),
         "kept_histogram": [kept.count(n) for n in range(1, block_size + 1)],
+        "slot_acceptance": [round(mean(k > slot for k in kept), 4) for slot in range(1, block_size)] if kept else [],
+        **_by_category(results),
     }

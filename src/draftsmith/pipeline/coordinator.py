@@ -1,16 +1,17 @@
 """The main thread: owns plan, workers, signals and checkpoints, and is the only one that decides.
 
 Every optimizer step is released by the coordinator, so between steps all drafters stand still: that is when weights are
-hashed, saved and evaluated. The first failure anywhere stops everything within `STOP_SECONDS`.
+hashed, saved, and copied for an evaluation that goes on beside the next steps. The first failure anywhere stops everything within `STOP_SECONDS`.
 """
 
+import copy
 import queue
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from draftsmith.compiling.warmup import COMPILE_SECONDS, Warmed, seconds_left
+from draftsmith.draft.model import Drafter
 from draftsmith.errors import PipelineError, ReplicaError
 from draftsmith.pipeline.channel import Channel, ChannelClosed
 from draftsmith.pipeline.replicas import GradientExchange, Replica
@@ -18,6 +19,9 @@ from draftsmith.pipeline.signals import StopRequest
 from draftsmith.pipeline.workers import (
     Compiling,
     DrafterWorker,
+    Evaluate,
+    Evaluated,
+    EvaluationWorker,
     Event,
     Failed,
     Job,
@@ -31,9 +35,8 @@ from draftsmith.types import Batch
 
 STOP_SECONDS = 4.0
 Emit = Callable[[str, Mapping[str, object]], None]
-Interrupted = Callable[[], bool]
-Save = Callable[[int, Replica, str], None]
-Evaluate = Callable[[int, Replica, Interrupted], None]
+Save = Callable[[int, Replica, str, frozenset[int]], None]
+Judge = Callable[[int, Mapping[str, object]], None]
 
 
 @dataclass(frozen=True)
@@ -47,22 +50,27 @@ class Outcome:
 
 
 class Coordinator:
-    """Runs a job from `start_step`. `save(step, replica, digest)` persists, `evaluate(step, replica, interrupted)` measures and
-    ends early once `interrupted()`, `emit` reports."""
+    """Runs a job from `start_step`. `save(step, replica, digest, spared)` persists, and keeps the spared steps' checkpoints;
+    `evaluate(drafter, guard, interrupted)` measures a copy on a thread of its own, and `judge(step, figures)` is told what it found;
+    `emit` reports."""
 
     def __init__(
         self,
         job: Job,
         *,
         save: Save,
-        evaluate: Evaluate,
+        evaluate: Evaluate | None,
+        judge: Judge,
         emit: Emit,
         stop: StopRequest,
     ) -> None:
         self.job, self.stop = job, stop
-        self._save, self._evaluate, self._emit = save, evaluate, emit
+        self._save, self._judge, self._emit = save, judge, emit
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._seen: deque[Event] = deque()
+        self._evaluator = EvaluationWorker(job, evaluate, self._events) if evaluate is not None else None
+        # The step whose copy is being measured, and the copy that waits for its turn.
+        self._measured: int | None = None
+        self._next: tuple[int, Drafter] | None = None
         self._exchange = GradientExchange(len(job.replicas), job.compiler.gate)
         self._channels: list[Channel[Batch]] = [Channel(job.channel_capacity) for _ in job.replicas]
         self._drafters: list[DrafterWorker] = []
@@ -91,7 +99,9 @@ class Coordinator:
         if self.stop:
             return
         self.job.compiler.seal()
-        targets = range(len(self.job.captures))
+        if self._evaluator is not None:
+            self._launch([self._evaluator])
+        targets = range(len(self.job.sources))
         self._launch([TargetWorker(rank, self.job, start_step, self._channels, self._events) for rank in targets])
 
     def _launch(self, workers: Sequence[Worker]) -> None:
@@ -112,7 +122,7 @@ class Coordinator:
         if self.job.compiler.enabled:
             tell()
         while waiting and not self.stop:
-            event = self._next_event()
+            event = self._events.get()
             if isinstance(event, Failed):
                 raise self._blame(event)
             if isinstance(event, Warmed):
@@ -130,11 +140,9 @@ class Coordinator:
             if step % self.job.checkpoint_every == 0 or step == self.job.plan.steps:
                 self._checkpoint(step)
                 saved = step
-                if not self.stop:
-                    self._emit("phase", {"name": "evaluating", "step": step})
-                    # Decoding runs the target eagerly, as capture does.
-                    with self.job.compiler.gate.shared():
-                        self._evaluate(step, self.job.replicas[0], self._interrupted)
+                self._measure(step)
+        if not self.stop:
+            self._await_evaluations(step)
         if saved != step:
             self._checkpoint(step)
         return Outcome(step, self.stop.signal_number)
@@ -146,9 +154,7 @@ class Coordinator:
     def _await_step(self, step: int) -> list[StepDone]:
         done: list[StepDone] = []
         while len(done) < len(self._drafters):
-            event = self._next_event()
-            if isinstance(event, Failed):
-                raise self._blame(event)
+            event = self._take()
             if isinstance(event, Compiling):
                 self._emit("phase", {"name": "compiling", "step": step})
             if isinstance(event, StepDone):
@@ -156,14 +162,40 @@ class Coordinator:
                 done.append(event)
         return sorted(done, key=lambda d: d.rank)
 
-    def _next_event(self) -> Event:
-        return self._seen.popleft() if self._seen else self._events.get()
+    def _take(self) -> Event:
+        """The next event of a run that has begun; failures are raised, and evaluations seen to, whenever they come."""
+        event = self._events.get()
+        if isinstance(event, Failed):
+            raise self._blame(event)
+        if isinstance(event, Evaluated):
+            if event.figures is not None:
+                self._judge(event.step, event.figures)
+            self._measured = None
+            self._start_measuring()
+        return event
 
-    def _interrupted(self) -> bool:
-        """Whether a stop was asked for or a worker has failed; looks without waiting and loses no event."""
-        while not self._events.empty():
-            self._seen.append(self._events.get())
-        return bool(self.stop) or any(isinstance(event, Failed) for event in self._seen)
+    def _measure(self, step: int) -> None:
+        """Have the drafter as it stands measured, once the one before is done."""
+        if self._evaluator is None or self.stop:
+            return
+        if self._next is not None:
+            self._emit(
+                "evaluation_skipped", {"step": self._next[0], "because": f"step {self._measured} was still being measured"}
+            )
+        self._next = step, copy.deepcopy(self.job.replicas[0].drafter)
+        self._start_measuring()
+
+    def _start_measuring(self) -> None:
+        if self._evaluator is not None and self._measured is None and self._next is not None:
+            self._measured = self._next[0]
+            self._evaluator.commands.put(self._next)
+            self._next = None
+
+    def _await_evaluations(self, step: int) -> None:
+        """After the last step: what is under way is worth waiting for."""
+        while self._measured is not None and not self.stop:
+            self._emit("phase", {"name": "evaluating", "step": step})
+            self._take()
 
     def _blame(self, first: Failed) -> PipelineError:
         error = PipelineError(f"{first.worker} failed: {type(first.error).__name__}: {first.error}")
@@ -192,6 +224,12 @@ class Coordinator:
         )
 
     def _checkpoint(self, step: int) -> None:
+        if self._next is not None:
+            # What waits to be measured gives way to what is saved now.
+            self._emit(
+                "evaluation_skipped", {"step": self._next[0], "because": f"step {self._measured} was still being measured"}
+            )
+            self._next = None
         self._emit("phase", {"name": "saving", "step": step})
         with self.job.compiler.gate.shared():
             digests = [replica.digest() for replica in self.job.replicas]
@@ -201,7 +239,9 @@ class Coordinator:
                 f"drafter replicas differ at step {step} ({told}); nothing was saved. Resume from the last checkpoint and report this"
             )
         with self.job.compiler.gate.shared():
-            self._save(step, self.job.replicas[0], digests[0])
+            # Until it is known how good it is, a checkpoint may become the best.
+            spared = frozenset() if self._measured is None else frozenset([self._measured])
+            self._save(step, self.job.replicas[0], digests[0], spared)
 
     def _end(self, error: BaseException | None) -> list[str]:
         """Wake and join every worker; the names of those that are still busy when their time is up."""
@@ -211,6 +251,9 @@ class Coordinator:
             self._exchange.abort()
         for drafter in self._drafters:
             drafter.commands.put(None)
+        if self._evaluator is not None:
+            self._evaluator.ending.set()
+            self._evaluator.commands.put(None)
         deadline = time.monotonic() + STOP_SECONDS
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))

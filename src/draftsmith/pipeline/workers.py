@@ -3,7 +3,8 @@
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,20 +12,21 @@ import torch
 
 from draftsmith.compiling.compiler import Compiler
 from draftsmith.compiling.warmup import Warmed, warm_up
+from draftsmith.draft.model import Drafter
 from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.plan import Plan, learning_rate
 from draftsmith.pipeline.replicas import GradientExchange, Replica
 from draftsmith.pipeline.step import Core, StepSettings, blank_batch, run_pack
-from draftsmith.target.capture import Capture
+from draftsmith.target.sources import StateSource
 from draftsmith.types import Batch, StepResult, Tokens
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a run needs, already built: replicas, captures, packs and the plan."""
+    """Everything a run needs, already built: replicas, sources of hidden states, packs and the plan."""
 
     replicas: Sequence[Replica]
-    captures: Sequence[Capture]
+    sources: Sequence[StateSource]
     packs: Sequence[Tokens]
     plan: Plan
     settings: StepSettings
@@ -82,7 +84,15 @@ class Compiling:
     worker: str
 
 
-Event = StepDone | Warmed | Ready | Failed | Wake | Compiling
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation ended. figures: what it found; None if it was interrupted or found nothing."""
+
+    step: int
+    figures: Mapping[str, object] | None
+
+
+Event = StepDone | Warmed | Ready | Failed | Wake | Compiling | Evaluated
 
 
 class Worker(threading.Thread):
@@ -107,14 +117,34 @@ class Worker(threading.Thread):
         raise NotImplementedError
 
 
+Guard = Callable[[], AbstractContextManager[object]]
+Evaluate = Callable[[Drafter, Guard, Callable[[], bool]], Mapping[str, object] | None]
+
+
+class EvaluationWorker(Worker):
+    """Measures copies of the drafter while training goes on. `ending` is set to have it leave off; None as the command ends it."""
+
+    def __init__(self, job: Job, evaluate: Evaluate, events: "queue.SimpleQueue[Event]") -> None:
+        super().__init__("evaluation", events, job.replicas[0].flat.device, job.cpu_threads)
+        self.commands: queue.SimpleQueue[tuple[int, Drafter] | None] = queue.SimpleQueue()
+        self.ending = threading.Event()
+        self._evaluate, self._gate = evaluate, job.compiler.gate
+
+    def work(self) -> None:
+        while (command := self.commands.get()) is not None:
+            step, drafter = command
+            # The target decodes eagerly, as capture does: one prompt at a time is let in, so that nobody waits for all of them.
+            self._events.put(Evaluated(step, self._evaluate(drafter, self._gate.shared, self.ending.is_set)))
+
+
 class TargetWorker(Worker):
-    """Captures its share of the stream and hands each pack to the channel of the replica that trains on it."""
+    """Captures its share of the stream, or reads it, and hands each pack to the channel of the replica that trains on it."""
 
     def __init__(
         self, rank: int, job: Job, start_step: int, channels: Sequence[Channel[Batch]], events: "queue.SimpleQueue[Event]"
     ) -> None:
-        self._capture = job.captures[rank]
-        super().__init__(f"target-{rank}", events, self._capture.device, job.cpu_threads)
+        self._source = job.sources[rank]
+        super().__init__(f"target-{rank}", events, self._source.device, job.cpu_threads)
         self._rank, self._job, self._start_step, self._channels = rank, job, start_step, channels
 
     def work(self) -> None:
@@ -123,7 +153,7 @@ class TargetWorker(Worker):
             tokens = self._job.packs[plan.pack_at(position)]
             # Eager, but model code asks whether something compiles: never while another thread does.
             with self._job.compiler.gate.shared():
-                batch = Batch(position, tokens, self._capture(tokens))
+                batch = Batch(position, tokens, self._source(tokens))
             replica, number = plan.route(position, self._start_step)
             self._channels[replica].put(number, batch)
 
@@ -143,7 +173,7 @@ class DrafterWorker(Worker):
         return run_pack(self._replica.drafter, self._replica.ends, batch, self._job.settings, self._job.core)
 
     def _warm_up(self) -> None:
-        drafter, dtype = self._replica.drafter, self._job.captures[0].dtype
+        drafter, dtype = self._replica.drafter, self._job.sources[0].dtype
         blanks = [(f"context {bucket}", blank_batch(bucket, drafter, dtype, self._device)) for bucket in self._job.buckets]
         warm_up(self._job.compiler, self.name, [(name, partial(self._run, blank)) for name, blank in blanks], self._events.put)
         self._replica.gradient.zero_()

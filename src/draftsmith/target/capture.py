@@ -4,6 +4,7 @@ Not `output_hidden_states`: it collects every layer, and it is not safe while an
 """
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -58,37 +59,43 @@ class Capture:
     """Runs one target replica over packs, up to the last block needed and without logits.
 
     Documents run as a right-padded batch: a causal target cannot see padding to the right, so no mask is needed and the
-    states are those of each document alone, whatever the family.
+    states are those of each document alone, whatever the family. final: run all blocks, and keep what the head is given too.
     """
 
-    def __init__(self, target: Target, layer_ids: Sequence[int]) -> None:
-        self.device, self.width, self.count = target.device, target.hidden_size, len(layer_ids)
+    def __init__(self, target: Target, layer_ids: Sequence[int], *, final: bool = False) -> None:
+        self.device, self.width, self.count, self.final = target.device, target.hidden_size, len(layer_ids), final
         self.dtype = target.embedding.dtype
         # A copy over the same weights: its hooks and its shorter list of blocks leave the target itself untouched.
         decoder = share_weights(target.decoder)
-        decoder.layers = nn.ModuleList(copy.copy(list(decoder.layers))[: max(layer_ids) + 1])  # type: ignore[arg-type]
+        if not final:
+            decoder.layers = nn.ModuleList(copy.copy(list(decoder.layers))[: max(layer_ids) + 1])  # type: ignore[arg-type]
         self._decoder = decoder
-        self._recorder = Recorder(decoder.layers, layer_ids)
+        self._recorder = Recorder(decoder.layers, layer_ids)  # type: ignore[arg-type]
+
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
 
     def __call__(self, tokens: Tokens) -> HiddenStates:
         """Features [S, n*D] of one pack, zero on padding, on the target's device."""
-        features = torch.zeros(tokens.bucket, self.count * self.width, dtype=self.dtype, device=self.device)
-        starts = [0]
-        for length in tokens.lengths:
-            starts.append(starts[-1] + length)
+        features = self._empty(tokens.bucket, self.count * self.width)
+        final = self._empty(tokens.bucket, self.width) if self.final else None
+        starts = list(itertools.accumulate(tokens.lengths, initial=0))
         for group in _groups(tokens.lengths):
             longest = tokens.lengths[group[0]]
             ids = torch.zeros(len(group), longest, dtype=torch.long)
             for row, number in enumerate(group):
                 ids[row, : tokens.lengths[number]] = tokens.ids[starts[number] : starts[number + 1]]
             with torch.inference_mode():
-                self._decoder(input_ids=ids.to(self.device), use_cache=False)
+                last = self._decoder(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
                 states = self._recorder.take(self.width)
             # Copied out of inference mode: autograd may not save inference tensors for the drafter's backward.
             for row, number in enumerate(group):
-                features[starts[number] : starts[number + 1]] = states[row, : tokens.lengths[number]]
+                place, length = slice(starts[number], starts[number + 1]), tokens.lengths[number]
+                features[place] = states[row, :length]
+                if final is not None:
+                    final[place] = last[row, :length]
         ready = None
         if self.device.type == "cuda":
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self.device))
-        return HiddenStates(features, ready)
+        return HiddenStates(features, ready, final)

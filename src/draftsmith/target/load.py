@@ -1,6 +1,7 @@
 """Frozen target replicas from a Hugging Face folder or id, or a GGUF file."""
 
 import copy
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,56 +17,20 @@ from transformers.utils.logging import disable_progress_bar
 from draftsmith.config import TargetSection
 from draftsmith.draft.ends import FrozenEnds
 from draftsmith.errors import TargetError
+from draftsmith.target.facts import TargetFacts
 
 M = TypeVar("M", bound=nn.Module)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Target:
-    """One frozen replica on one device, used by one thread.
+class Target(TargetFacts):
+    """One frozen replica on one device, used by one thread; blocks: its decoder blocks in order."""
 
-    name: folder, id or file it came from; blocks: its decoder blocks in order; ends: its own embedding and head, which the
-    drafter borrows; end_ids: token ids that end a turn.
-    """
-
-    name: str
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
     device: torch.device
     decoder: nn.Module
     blocks: nn.ModuleList
-    ends: FrozenEnds
-    end_ids: frozenset[int]
-
-    @property
-    def embedding(self) -> Tensor:
-        """Its embedding [V, D]."""
-        return self.ends.embedding
-
-    @property
-    def head(self) -> Tensor:
-        """Its head [V, D]."""
-        return self.ends.head
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding, padding rows included."""
-        return self.embedding.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        """Width D of the hidden states."""
-        return self.embedding.shape[1]
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder blocks L."""
-        return len(self.blocks)
-
-    def text_config(self) -> Any:
-        """The configuration of the language model itself."""
-        return self.model.config.get_text_config()
 
 
 def share_weights(module: M) -> M:
@@ -82,8 +47,17 @@ def _wrap(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: tor
         raise TargetError(
             f"target '{name}' ({type(model).__name__}): its decoder has no list 'layers' to take hidden states from"
         )
-    end_ids = _end_ids(tokenizer, model.generation_config)
-    return Target(name, model, tokenizer, device, decoder, blocks, _ends(name, model, decoder, blocks), end_ids)
+    ends, end_ids = _ends(name, model, decoder, blocks), _end_ids(tokenizer, model.generation_config)
+    digest = _digest(ends, blocks)
+    return Target(name, tokenizer, ends, end_ids, model.config, len(blocks), digest, model, device, decoder, blocks)
+
+
+def _digest(ends: FrozenEnds, blocks: nn.ModuleList) -> str:
+    """SHA-256 over the first rows of embedding, head and every block's first weights."""
+    digest = hashlib.sha256()
+    for tensor in (ends.embedding, ends.head, *(next(block.parameters()) for block in blocks)):
+        digest.update(tensor.detach().flatten()[:4096].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _ends(name: str, model: Any, decoder: Any, blocks: nn.ModuleList) -> FrozenEnds:

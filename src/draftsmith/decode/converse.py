@@ -1,0 +1,43 @@
+"""A conversation of which the target writes every answer: the user's turns are given, each answer becomes part of the history."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.decode.respond import Written
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Its messages, and whether the last answer was cut off at the writer's limit; tokens: written in all."""
+
+    messages: list[Message]
+    unfinished: bool
+    tokens: int
+
+
+def converse(given: Sequence[Message]) -> Generator[list[Message], Written, Conversation]:
+    """Yields the history before each answer and is sent what the target wrote; returns the whole.
+
+    Where the original has an answer, or ends with a question, the target answers. It ends early where an answer was cut off, and
+    before the result of a tool, which belongs to a call that the target did not make.
+    """
+    messages: list[Message] = []
+    tokens = 0
+    for message in [*given, {"role": "assistant"}] if given and given[-1]["role"] == "user" else given:
+        if message["role"] == "tool":
+            break
+        if message["role"] != "assistant":
+            messages.append(message)
+            continue
+        if not messages or messages[-1]["role"] not in ("user", "tool"):
+            # An opening or doubled answer replies to nobody.
+            break
+        written = yield list(messages)
+        tokens += written.tokens
+        messages.append({"role": "assistant", "content": written.text})
+        if not written.finished:
+            return Conversation(messages, True, tokens)
+    return Conversation(messages, False, tokens)

@@ -1,0 +1,69 @@
+"""Every source of hidden states at work on a list of packs, with no drafter behind it."""
+
+import queue
+from collections.abc import Callable, Sequence
+
+from draftsmith.errors import PipelineError
+from draftsmith.pipeline.channel import Channel, ChannelClosed
+from draftsmith.pipeline.coordinator import STOP_SECONDS
+from draftsmith.pipeline.signals import StopRequest
+from draftsmith.pipeline.workers import Event, Worker
+from draftsmith.target.sources import StateSource
+from draftsmith.types import HiddenStates, Tokens
+
+
+class _Harvester(Worker):
+    """Works on every n-th pack."""
+
+    def __init__(
+        self,
+        rank: int,
+        sources: Sequence[StateSource],
+        packs: Sequence[Tokens],
+        channel: Channel[HiddenStates],
+        cpu_threads: int,
+    ) -> None:
+        # Its failure reaches the consumer through the channel; nobody reads its events.
+        super().__init__(f"target-{rank}", queue.SimpleQueue[Event](), sources[rank].device, cpu_threads)
+        self._source, self._packs, self._channel = sources[rank], packs, channel
+        self._mine = range(rank, len(packs), len(sources))
+
+    def work(self) -> None:
+        try:
+            for number in self._mine:
+                self._channel.put(number, self._source(self._packs[number]))
+        except ChannelClosed:
+            return
+        except BaseException as error:
+            error.add_note(self.name)
+            self._channel.close(error)
+
+
+def harvest(
+    sources: Sequence[StateSource],
+    packs: Sequence[Tokens],
+    consume: Callable[[int, HiddenStates], None],
+    *,
+    cpu_threads: int,
+    stop: StopRequest,
+) -> int:
+    """Give the states of each pack to `consume`, in order and in the calling thread, until all are done or a stop is asked for; how
+    many were. Raises PipelineError with a worker's exception as its cause."""
+    channel = Channel[HiddenStates](2 * len(sources))
+    workers = [_Harvester(rank, sources, packs, channel, cpu_threads) for rank in range(len(sources))]
+    for worker in workers:
+        worker.start()
+    done = 0
+    try:
+        while done < len(packs) and not stop:
+            consume(done, channel.get())
+            done += 1
+    except ChannelClosed as closed:
+        cause = closed.__cause__
+        name = getattr(cause, "__notes__", ["a worker"])[-1]
+        raise PipelineError(f"{name} failed: {type(cause).__name__}: {cause}") from cause
+    finally:
+        channel.close(ChannelClosed("the work has ended"))
+        for worker in workers:
+            worker.join(STOP_SECONDS)
+    return done

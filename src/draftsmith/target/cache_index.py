@@ -1,0 +1,150 @@
+"""The index of a cache folder: what the cache holds, and a line for each shard that was written or given up."""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from draftsmith.errors import CaptureError, UsageError
+
+INDEX = "index.jsonl"
+VERSION = 1
+CURE = "run `draftsmith cache` again with the same configuration: it makes what is missing or damaged"
+
+
+@dataclass(frozen=True)
+class CacheHeader:
+    """What a cache holds. target: digest of the target; layer_ids, width, dtype and final: of the states; documents: digest of all
+    tokens and masks; data: how they were encoded, as told by the one who made it."""
+
+    target: str
+    layer_ids: tuple[int, ...]
+    width: int
+    dtype: str
+    final: bool
+    documents: str
+    data: dict[str, Any]
+
+    @property
+    def columns(self) -> int:
+        """Values kept of one token."""
+        return self.width * (len(self.layer_ids) + self.final)
+
+
+class Row(NamedTuple):
+    """Where the states of one document lie."""
+
+    shard: str
+    start: int
+    tokens: int
+
+
+class CacheIndex:
+    """Reads the whole file once and appends to it. hashes: SHA-256 by shard; exact: rows by digest of the pack and place in it;
+    by_document: rows by digest of the document."""
+
+    def __init__(self, folder: Path, header: CacheHeader) -> None:
+        self.folder, self.header = folder, header
+        self.hashes: dict[str, str] = {}
+        self.exact: dict[tuple[str, int], Row] = {}
+        self.by_document: dict[str, Row] = {}
+        self._writer: BinaryIO | None = None
+
+    @classmethod
+    def create(cls, folder: Path, header: CacheHeader) -> "CacheIndex":
+        """A new index that holds no shard."""
+        index = cls(folder, header)
+        index._append({"version": VERSION, **asdict(header)})
+        return index
+
+    @classmethod
+    def open(cls, folder: Path) -> "CacheIndex":
+        """The index that is there. Raises CaptureError naming what is wrong with it."""
+        try:
+            lines = (folder / INDEX).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CaptureError(f"'{folder}' is no cache of hidden states: {INDEX} cannot be read ({error}); {CURE}") from None
+        index = None
+        for number, line in enumerate(lines, start=1):
+            try:
+                entry = json.loads(line)
+                if index is not None:
+                    index._enter(entry)
+                elif entry.pop("version") != VERSION:
+                    raise CaptureError(f"cache '{folder}' was made by another version of Draftsmith; name another folder")
+                else:
+                    index = cls(folder, CacheHeader(**{**entry, "layer_ids": tuple(entry["layer_ids"])}))
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                # The last line may have been cut off; its shard is then written again.
+                if index is None or number < len(lines):
+                    raise CaptureError(
+                        f"cache '{folder}': line {number} of {INDEX} is damaged ({error}); make it again in another folder"
+                    ) from None
+        if index is None:
+            raise CaptureError(f"cache '{folder}': {INDEX} is empty; remove the folder, or name another")
+        return index
+
+    def add(self, shard: str, sha256: str, rows: list[tuple[str, int, str, int, int]]) -> None:
+        """Enter a shard that is whole on the disk. rows: digest of the pack, place in it, digest of the document, start, tokens."""
+        self._record({"shard": shard, "sha256": sha256, "documents": rows})
+
+    def forget(self, shard: str) -> None:
+        """Give up a shard."""
+        self._record({"forget": shard})
+
+    def claim(self) -> None:
+        """Be the one process that writes. The claim goes with the process. Raises UsageError if another holds it."""
+        if self._writer is None:
+            writer = (self.folder / "writer.lock").open("ab")
+            try:
+                fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                writer.close()
+                raise UsageError(
+                    f"cache '{self.folder}' is being written by another process; wait for it, stop it, or name another hidden_states.folder"
+                ) from None
+            self._writer = writer
+
+    def release(self) -> None:
+        """Give up the claim."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _record(self, line: dict[str, Any]) -> None:
+        self._append(line)
+        self._enter(line)
+
+    def _append(self, line: dict[str, Any]) -> None:
+        path = self.folder / INDEX
+        self.claim()
+        path.touch()
+        with path.open("r+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    # A line that was cut off must not swallow this one.
+                    file.truncate(path.read_bytes().rfind(b"\n") + 1)
+                    file.seek(0, os.SEEK_END)
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _enter(self, line: dict[str, Any]) -> None:
+        """Let the maps know a line."""
+        if "forget" in line:
+            gone = line["forget"]
+            self.hashes.pop(gone, None)
+            self.exact = {key: row for key, row in self.exact.items() if row.shard != gone}
+            self.by_document = {key: row for key, row in self.by_document.items() if row.shard != gone}
+            return
+        name = str(line["shard"])
+        if Path(name).name != name or not name.startswith("states-"):
+            raise ValueError(f"'{name}' is no name of a shard")
+        self.hashes[name] = str(line["sha256"])
+        for pack, place, document, start, tokens in line["documents"]:
+            row = Row(name, int(start), int(tokens))
+            self.exact[pack, int(place)] = row
+            self.by_document.setdefault(document, row)
