@@ -1,0 +1,1 @@
+"""The whole way on a real target that others trained, on a CPU."""
