@@ -41,7 +41,7 @@ def random_target() -> Target:
     model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
     decoder, weight = model.get_decoder(), model.lm_head.weight.detach()
     facts = ("random", None, FrozenEnds(weight, weight), frozenset[int](), config, LAYERS, "random")
-    return Target(*facts, model, torch.device("cpu"), decoder, decoder.layers)  # type: ignore[arg-type]
+    return Target(*facts, model, torch.device("cpu"), decoder, "model.layers")  # type: ignore[arg-type]
 
 
 def random_packs(bucket: int, count: int) -> list[Tokens]:

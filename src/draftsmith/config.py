@@ -26,6 +26,10 @@ class TargetSection(Section):
     model: str = Field(description="Hugging Face folder or id, or a path to a .gguf file")
     dtype: Literal["fp32", "bf16"] = "bf16"
     devices: list[str] = Field(default=["auto"], min_length=1, description="one replica and one thread per device")
+    blocks: str | None = Field(
+        default=None,
+        description="path of the list of decoder blocks in the model, where it is not found by itself, for example transformer.h",
+    )
 
 
 class DataSection(Section):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from draftsmith.build.plan import drafter_config
 from draftsmith.config import DraftSection, TargetSection
@@ -118,7 +118,11 @@ def test_decoding_is_identical_to_the_librarys_greedy_generate(family: Target) -
     [
         ("granite", {"embedding_multiplier": 3.0}, "embedded tokens are"),
         ("granite", {"logits_scaling": 7.0}, "logits are"),
-        ("gpt2", {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128}, "no list 'layers'"),
+        (
+            "gpt2",
+            {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128},
+            r"no list 'layers'.*set target.blocks.*transformer.h \(6 of",
+        ),
         ("cohere", {"logit_scale": 0.1}, "logits are"),
     ],
 )
@@ -128,3 +132,59 @@ def test_a_family_that_does_more_is_refused_with_what_is_missing(
     folder = save(tmp_path / "t", name, **more)
     with pytest.raises(TargetError, match=what):
         load_target(TargetSection(model=str(folder), dtype="fp32"), [torch.device("cpu")])
+
+
+def load(folder: Path, blocks: str | None = None) -> Target:
+    return load_target(TargetSection(model=str(folder), dtype="fp32", blocks=blocks), [torch.device("cpu")])[0]
+
+
+def test_blocks_that_lie_elsewhere_can_be_named(tmp_path: Path) -> None:
+    """GPT-J has them at transformer.h, and otherwise does nothing that a drafter would have to know of."""
+    sizes = {"n_embd": 32, "n_layer": 6, "n_head": 4, "rotary_dim": 8, "n_positions": 128, "n_inner": 64}
+    folder = save(tmp_path / "gptj", "gptj", **sizes)
+    with pytest.raises(TargetError, match=r"set target.blocks .* transformer.h \(6 of GPTJBlock\)"):
+        load(folder)
+    with pytest.raises(TargetError, match=r"target.blocks is 'transformer.x', which is no list of blocks"):
+        load(folder, "transformer.x")
+    target = load(folder, "transformer.h")
+    tokens = pack_of(21)
+    assert torch.equal(Capture(target, (1, 2, 4))(tokens).features, library_states(target, tokens.ids[None], (1, 2, 4))[0])
+    assert len(target.blocks) == target.num_layers == 6
+
+
+PICTURES = {
+    "gemma3": {
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+        "text_config": {**BASE, "sliding_window": 8},
+    },
+    "qwen3_vl": {
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0],
+        },
+        "text_config": {
+            **BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(PICTURES))
+def test_the_text_part_of_a_wrapper_is_a_target(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **PICTURES[name]))
+    model.generation_config.eos_token_id = 256
+    model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    target = load(tmp_path)
+    tokens = pack_of(19)
+    assert target.num_layers == 6
+    assert torch.equal(Capture(target, (1, 2, 4))(tokens).features, library_states(target, tokens.ids[None], (1, 2, 4))[0])
+    config, _ = drafter_config(DraftSection(layers=1, block_size=4, target_layers=2, mask_token_id=250), target)
+    speculator = Speculator(target, Drafter(config).initialise(torch.Generator().manual_seed(0)))
+    ids = torch.tensor([list(range(40, 62))])
+    out = target.model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False, eos_token_id=256, pad_token_id=0
+    )
+    assert speculator.decode(ids[0].tolist(), 16).ids == decode_plain(target, ids[0].tolist(), 16).ids == out[0, 22:].tolist()

@@ -15,7 +15,7 @@ from draftsmith.decode.cache import TargetCache
 from draftsmith.draft.model import Drafter, DrafterConfig, KeyValue
 from draftsmith.errors import UsageError
 from draftsmith.target.capture import Recorder
-from draftsmith.target.load import Target, share_weights
+from draftsmith.target.load import Target, find_blocks, share_weights
 
 FeatureFilter = Callable[[Tensor], Tensor]
 
@@ -104,8 +104,7 @@ class Speculator:
         self.target, self.config = target, drafter.config
         self._features, self._passes = features, 0
         self._model = share_weights(target.model)
-        blocks = self._model.get_decoder().layers
-        self._recorder = Recorder(blocks, self.config.target_layer_ids)
+        self._recorder = Recorder(find_blocks(self._model, target.blocks_path), self.config.target_layer_ids)
 
     def _pass(self, ids: list[int], cache: TargetCache, keep: int) -> tuple[Tensor, Tensor]:
         """One target pass over new ids: logits [keep, V] of the last `keep` positions (all if 0), features [1, T, n*D]."""

@@ -129,13 +129,9 @@ class StateCache:
             with safe_open(path, framework="pt") as file:
                 names = json.loads(file.metadata()["names"])
             kept = load_file(path)
-            parts = zip(
-                names,
-                kept["ids"].split(kept["lengths"].tolist()),
-                kept["loss_mask"].split(kept["lengths"].tolist()),
-                strict=True,
-            )
-            documents = [Document(name, ids.clone(), mask.clone()) for name, ids, mask in parts]
+            lengths = kept["lengths"].tolist()
+            rows = zip(names, kept["ids"].split(lengths), kept["loss_mask"].split(lengths), strict=True)
+            documents = [Document(name, ids.clone(), mask.clone()) for name, ids, mask in rows]
         except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
             raise CaptureError(
                 f"cache '{self.folder}': {DOCUMENTS} cannot be read ({' '.join(str(error).split())[:200]}); make it again in another folder"

@@ -27,6 +27,10 @@ class CacheHeader:
     documents: str
     data: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype '{self.dtype}' is none that states have")
+
     @property
     def columns(self) -> int:
         """Values kept of one token."""

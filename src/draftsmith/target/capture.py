@@ -3,7 +3,6 @@
 Not `output_hidden_states`: it collects every layer, and it is not safe while another thread compiles.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.errors import CaptureError
-from draftsmith.target.load import Target, share_weights
+from draftsmith.target.load import Target, find_blocks, share_weights
 from draftsmith.types import HiddenStates, Tokens
 
 
@@ -66,11 +65,11 @@ class Capture:
         self.device, self.width, self.count, self.final = target.device, target.hidden_size, len(layer_ids), final
         self.dtype = target.embedding.dtype
         # A copy over the same weights: its hooks and its shorter list of blocks leave the target itself untouched.
-        decoder = share_weights(target.decoder)
+        decoder, name = share_weights(target.decoder), target.blocks_path.rpartition(".")[2]
         if not final:
-            decoder.layers = nn.ModuleList(copy.copy(list(decoder.layers))[: max(layer_ids) + 1])  # type: ignore[arg-type]
+            setattr(decoder, name, nn.ModuleList(list(find_blocks(decoder, name))[: max(layer_ids) + 1]))
         self._decoder = decoder
-        self._recorder = Recorder(decoder.layers, layer_ids)  # type: ignore[arg-type]
+        self._recorder = Recorder(find_blocks(decoder, name), layer_ids)
 
     def _empty(self, rows: int, columns: int) -> Tensor:
         return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)

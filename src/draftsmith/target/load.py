@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.config import TargetSection
@@ -25,12 +32,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Target(TargetFacts):
-    """One frozen replica on one device, used by one thread; blocks: its decoder blocks in order."""
+    """One frozen replica on one device, used by one thread. decoder: what runs the blocks; blocks_path: where the list of them lies in
+    the model, for example `model.layers`."""
 
     model: PreTrainedModel
     device: torch.device
     decoder: nn.Module
-    blocks: nn.ModuleList
+    blocks_path: str
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """Its decoder blocks in order."""
+        return find_blocks(self.model, self.blocks_path)
 
 
 def share_weights(module: M) -> M:
@@ -39,17 +52,38 @@ def share_weights(module: M) -> M:
     return copy.deepcopy(module, {id(t): t for t in tensors})
 
 
-def _wrap(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> Target:
-    model = model.to(device).eval().requires_grad_(False)
+def find_blocks(model: nn.Module, path: str) -> nn.ModuleList:
+    """The list of decoder blocks at a path of a model."""
+    blocks = model.get_submodule(path)
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
+
+
+def _hook_points(name: str, model: Any, given: str | None) -> tuple[nn.Module, str]:
+    """The decoder and the path of its blocks; raises TargetError naming what could be meant."""
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1}
+    told = ", ".join(f"{path} ({len(module)} of {type(module[0]).__name__})" for path, module in list(lists.items())[:8])
+    cure = f"set target.blocks to the list that holds the decoder's blocks; this model has {told or 'no list of modules'}"
+    if given is not None:
+        if given not in lists:
+            raise TargetError(f"target.blocks is '{given}', which is no list of blocks of {type(model).__name__}; {cure}")
+        return model.get_submodule(given.rpartition(".")[0]), given
     decoder = model.get_decoder()
-    blocks = getattr(decoder, "layers", None)
-    if not isinstance(blocks, nn.ModuleList):
+    path = next((path for path, module in lists.items() if module is getattr(decoder, "layers", None)), None)
+    if path is None:
         raise TargetError(
-            f"target '{name}' ({type(model).__name__}): its decoder has no list 'layers' to take hidden states from"
+            f"target '{name}' ({type(model).__name__}): its decoder has no list 'layers' to take hidden states from; {cure}"
         )
+    return decoder, path
+
+
+def _wrap(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: torch.device, given: str | None) -> Target:
+    model = model.to(device).eval().requires_grad_(False)
+    decoder, path = _hook_points(name, model, given)
+    blocks = find_blocks(model, path)
     ends, end_ids = _ends(name, model, decoder, blocks), _end_ids(tokenizer, model.generation_config)
     digest = _digest(ends, blocks)
-    return Target(name, tokenizer, ends, end_ids, model.config, len(blocks), digest, model, device, decoder, blocks)
+    return Target(name, tokenizer, ends, end_ids, model.config, len(blocks), digest, model, device, decoder, path)
 
 
 def _digest(ends: FrozenEnds, blocks: nn.ModuleList) -> str:
@@ -115,12 +149,19 @@ def load_tokenizer(name: str) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
 
 def _from_pretrained(section: TargetSection, where: dict[str, Any]) -> Any:
     """The model; raises TargetError where tensors are missing, which the library would fill with random numbers."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=DTYPES[section.dtype], output_loading_info=True)
+    how: dict[str, Any] = {**where, "dtype": DTYPES[section.dtype], "output_loading_info": True}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(**how)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        # A wrapper for pictures and text, of which the text part is drafted for.
+        loaded = AutoModelForImageTextToText.from_pretrained(**how)
     model, info = loaded
     missing = sorted(info["missing_keys"])
-    tied = (
-        set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.get_text_config().tie_word_embeddings else set()
-    )
+    # Wrappers say it themselves, others in their text part.
+    ties = getattr(model.config.get_text_config(), "tie_word_embeddings", False) or model.config.tie_word_embeddings
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if ties else set()
     missing = [key for key in missing if key not in tied]
     if missing or info["mismatched_keys"]:
         raise TargetError(
@@ -165,7 +206,7 @@ def load_target(section: TargetSection, devices: list[torch.device]) -> list[Tar
         for device in devices:
             known = replicas.get(device)
             model = share_weights(known.model) if known else _from_pretrained(section, where)
-            replica = _wrap(section.model, model, tokenizer, device)
+            replica = _wrap(section.model, model, tokenizer, device, section.blocks)
             replicas.setdefault(device, replica)
             loaded.append(replica)
     return loaded
