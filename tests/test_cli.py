@@ -116,6 +116,9 @@ def test_train_export_evaluate_generate(
     assert len({whole, drawn[1], drawn[2]}) == 3
     stop = whole[len(whole) // 2 :][:2]
     assert here(capsys, *words, "--stop", stop)[1] == whole[: whole.index(stop)] + "\n"
+    _, both, told = here(capsys, *words, "and you?", "--stop", stop)
+    assert both.startswith(f"> hi\n{whole[: whole.index(stop)]}\n\n> and you?\n")
+    assert told.count("target passes, tau") == 2
 
 
 BAD = {

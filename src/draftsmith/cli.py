@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 failed, 2 usage, 130/143 stopped on request after saving.
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +16,9 @@ from draftsmith.making import DtypeOption, TargetOption, exit_code, say
 from draftsmith.pipeline.signals import record_senders
 from draftsmith.runs import verbs
 from draftsmith.runs.reporter import RunReporter
+
+if TYPE_CHECKING:
+    from draftsmith.decode.speculate import Decoded
 
 app = typer.Typer(
     add_completion=False,
@@ -136,7 +139,9 @@ def evaluate(
 def generate(
     target: TargetOption,
     drafter: DrafterOption,
-    prompt: Annotated[str, typer.Argument(help="What the user says.")],
+    prompts: Annotated[
+        list[str], typer.Argument(metavar="PROMPT...", help="What the user says. Several are answered in one batch.")
+    ],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Of the likeliest tokens, the fewest that reach this probability.")] = 1.0,
@@ -146,7 +151,7 @@ def generate(
     dtype: DtypeOption = "fp32",
     device: Annotated[str, typer.Option(help="`auto`, `cpu` or `cuda:N`.")] = "auto",
 ) -> None:
-    """Answer one prompt by speculative decoding, as it comes: what the target alone would say, in fewer passes.
+    """Answer by speculative decoding, a single prompt as it comes: what the target alone would say, in fewer passes.
 
     Example: `draftsmith generate --target runs/demo/target --drafter runs/demo/drafter "Reverse this list: cat, dog, owl, bee"`
     """
@@ -156,12 +161,23 @@ def generate(
     sampling = Sampling(temperature, top_p, top_k, seed) if temperature > 0 else None
     _, speculator = build.load_pair(target, drafter, dtype=dtype, device=device)
 
+    if len(prompts) > 1:
+        answers = build.generate_together(speculator, prompts, max_new_tokens, sampling=sampling, stops=stop or ())
+        for prompt, (text, decoded) in zip(prompts, answers, strict=True):
+            say(f"> {prompt}\n{text}\n")
+            print(_passes(decoded), file=sys.stderr)
+        return
+
     def show(text: str) -> None:
         print(text, end="", flush=True)
 
-    _, decoded = build.generate(speculator, prompt, max_new_tokens, sampling=sampling, stops=stop or (), show=show)
+    _, decoded = build.generate(speculator, prompts[0], max_new_tokens, sampling=sampling, stops=stop or (), show=show)
     say("")
-    print(f"[{len(decoded.ids)} tokens in {decoded.target_passes} target passes, tau {decoded.tau:.2f}]", file=sys.stderr)
+    print(_passes(decoded), file=sys.stderr)
+
+
+def _passes(decoded: "Decoded") -> str:
+    return f"[{len(decoded.ids)} tokens in {decoded.target_passes} target passes, tau {decoded.tau:.2f}]"
 
 
 @app.command()

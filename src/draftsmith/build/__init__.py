@@ -1,7 +1,7 @@
 """The only assembly point: configuration to objects, and the jobs the command line runs."""
 
 from draftsmith.build.cache import fill_cache
-from draftsmith.build.jobs import evaluate, export, generate, load_one, load_pair, look_at_data
+from draftsmith.build.jobs import evaluate, export, generate, generate_together, load_one, load_pair, look_at_data
 from draftsmith.build.plan import resolve
 from draftsmith.build.regenerate import Writing, read_key, regenerate_by_server, regenerate_here
 from draftsmith.build.run import train
@@ -12,6 +12,7 @@ __all__ = [
     "export",
     "fill_cache",
     "generate",
+    "generate_together",
     "load_one",
     "load_pair",
     "look_at_data",

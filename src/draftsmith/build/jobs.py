@@ -16,6 +16,7 @@ from draftsmith.data.inspect import Look, look_at
 from draftsmith.decode.acceptance import Sampling
 from draftsmith.decode.speculate import Decoded, Speculator, check_pair
 from draftsmith.decode.stream import TextStream
+from draftsmith.decode.together import decode_together
 from draftsmith.errors import UsageError
 from draftsmith.evaluate.partings import rescore
 from draftsmith.evaluate.report import read_metrics, write_outputs, write_report
@@ -71,6 +72,24 @@ def generate(
     show(pieces[-1])
     ids = [token for fresh in checks for token in fresh]
     return "".join(pieces), Decoded(ids, [len(fresh) for fresh in checks[1:]], len(checks))
+
+
+def generate_together(
+    speculator: Speculator,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    stops: Sequence[str] = (),
+) -> list[tuple[str, Decoded]]:
+    """The target's answers to several user messages, decoded in one batch; each ends before the first of the `stops`."""
+    chat = ChatFormat(speculator.target.tokenizer)
+    asked = [chat.prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+    answers = []
+    for decoded in decode_together(speculator, asked, max_new_tokens, sampling):
+        stream = TextStream(chat.tokenizer, stops)
+        answers.append((stream.push(decoded.ids) + stream.end(), decoded))
+    return answers
 
 
 def evaluate(

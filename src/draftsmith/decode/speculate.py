@@ -59,7 +59,8 @@ def check_prompt(target: Target, prompt: list[int]) -> None:
         raise UsageError(f"prompt token id {worst} is outside the target's {target.vocab_size} embedding rows")
 
 
-def _policy(sampling: Sampling | None, device: torch.device) -> Policy:
+def policy_for(sampling: Sampling | None, device: torch.device) -> Policy:
+    """How tokens are chosen: greedily without `sampling`."""
     return Greedy() if sampling is None else Sampled(sampling, device)
 
 
@@ -67,7 +68,7 @@ def _policy(sampling: Sampling | None, device: torch.device) -> Policy:
 def decode_plain(target: Target, prompt: list[int], max_new_tokens: int, sampling: Sampling | None = None) -> Decoded:
     """Plain decoding with a cache, one token a pass; greedy without `sampling`."""
     check_prompt(target, prompt)
-    policy = _policy(sampling, target.device)
+    policy = policy_for(sampling, target.device)
     cache = DynamicCache(config=target.model.config)
     ids = torch.tensor([prompt], device=target.device)
     new: list[int] = []
@@ -109,10 +110,19 @@ class Speculator:
     def _pass(self, ids: list[int], cache: TargetCache, keep: int) -> tuple[Tensor, Tensor]:
         """One target pass over new ids: logits [keep, V] of the last `keep` positions (all if 0), features [1, T, n*D]."""
         tokens = torch.tensor([ids], device=self.target.device)
+        logits, features = self.run(tokens, cache.inner, None, None, keep)
+        return logits[0], features
+
+    def run(
+        self, ids: Tensor, cache: DynamicCache, positions: Tensor | None, mask: Tensor | None, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """One target pass over ids [B, T], whose positions and mask [B, cached + T] follow from the cache where they are None: logits
+        [B, keep, V] of the last `keep` positions (all if 0), features [B, T, n*D]."""
         self._passes += 1
-        logits = self._model(tokens, past_key_values=cache.inner, use_cache=True, logits_to_keep=keep).logits
+        told = {} if positions is None else {"position_ids": positions, "attention_mask": mask}
+        logits = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=keep, **told).logits
         features = self._recorder.take(self.config.hidden_size)
-        return logits[0], features if self._features is None else self._features(features)
+        return logits, features if self._features is None else self._features(features)
 
     def _draft(self, cache: _DraftCache, features: Tensor, seen: int, token: int, slots: int) -> Tensor:
         """Logits [slots - 1, V] for the tokens after `token`, which stands at position `seen`; the features lead up to it."""
@@ -145,7 +155,7 @@ class Speculator:
     def stream(self, prompt: list[int], max_new_tokens: int, sampling: Sampling | None = None) -> Iterator[list[int]]:
         """The answer as it comes: the first token, then what each check keeps. The stop token, if one comes, is the last."""
         check_prompt(self.target, prompt)
-        policy = _policy(sampling, self.target.device)
+        policy = policy_for(sampling, self.target.device)
         target_cache, draft_cache = TargetCache(self._model.config), _DraftCache()
         # A generator must not leave inference mode on while its caller runs.
         with torch.inference_mode():
@@ -163,7 +173,7 @@ class Speculator:
                 last = fresh[-1]
                 logits, features = self._pass([last, *drafted.tolist()], target_cache, keep=0)
                 agreed, added = policy.accept(logits)
-                fresh = self._until_end([*drafted[:agreed].tolist(), added][: max_new_tokens - written])
+                fresh = self.until_end([*drafted[:agreed].tolist(), added][: max_new_tokens - written])
                 refused = slots - len(fresh)
                 if refused and target_cache.is_recurrent:
                     target_cache.forget(slots)
@@ -175,6 +185,7 @@ class Speculator:
             written += len(fresh)
             yield fresh
 
-    def _until_end(self, tokens: list[int]) -> list[int]:
+    def until_end(self, tokens: list[int]) -> list[int]:
+        """The tokens up to the first that ends a turn, which is the last."""
         end = next((place for place, token in enumerate(tokens) if token in self.target.end_ids), None)
         return tokens if end is None else tokens[: end + 1]
