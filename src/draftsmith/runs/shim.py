@@ -104,11 +104,11 @@ def place() -> Json:
 
 
 def descendants(root: int) -> dict[int, Json]:
-    """Every living process below `root`; below 0 is every process that can be seen from here."""
+    """Every living process below `root`; 0 is above all, also those whose parent ends while this looks."""
     below: dict[int, Json] = {}
     everyone = [stat_of(int(name)) for name in os.listdir("/proc") if name.isdigit()]
     waiting = [process for process in everyone if process and process["state"] not in "ZX"]
-    while found := [process for process in waiting if process["ppid"] == root or process["ppid"] in below]:
+    while found := [process for process in waiting if not root or process["ppid"] == root or process["ppid"] in below]:
         below.update((process["pid"], process) for process in found)
         waiting = [process for process in waiting if process["pid"] not in below]
     return below
