@@ -12,7 +12,7 @@ import typer
 
 from draftsmith import __version__, making
 from draftsmith.errors import DraftsmithError, PipelineError
-from draftsmith.making import DtypeOption, TargetOption, exit_code, say
+from draftsmith.making import DtypeOption, Stuck, TargetOption, exit_code, say
 from draftsmith.pipeline.signals import record_senders
 from draftsmith.runs import verbs
 from draftsmith.runs.reporter import RunReporter
@@ -44,14 +44,6 @@ def _root(
 
 
 _show_traceback = False
-
-
-class _Stuck(Exception):
-    """The work is done and saved, but a worker's thread will not end."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
 
 
 @app.command()
@@ -95,7 +87,7 @@ def train(
         say(f"done: {outcome.step} steps, drafter in {settings.run.dir}/checkpoint-{outcome.step}")
     code = exit_code(outcome.signal_number)
     if outcome.stuck:
-        raise _Stuck(code)
+        raise Stuck(code)
     raise typer.Exit(code)
 
 
@@ -224,7 +216,7 @@ def _run(arguments: list[str] | None) -> tuple[int, bool]:
     """The exit code, and whether a thread may be left that does not end."""
     try:
         code: Any = app(args=arguments, standalone_mode=False)
-    except _Stuck as ended:
+    except Stuck as ended:
         return ended.code, True
     except DraftsmithError as error:
         if _show_traceback:

@@ -246,6 +246,10 @@ def _cross_check(config: Config, place: str) -> None:
         raise ConfigError(
             f"{place}: hidden_states.source is 'server' but hidden_states.url or hidden_states.model is not set; set both"
         )
+    if states.url is not None and "@" in states.url.partition("://")[2].partition("/")[0]:
+        raise ConfigError(
+            f"{place}: hidden_states.url holds a name or a password, which would reach records and logs; leave them out"
+        )
     if states.source in ("files", "server") and config.train.loss == "kl":
         raise ConfigError(
             f"{place}: train.loss is 'kl', which needs the target's final states, but hidden_states.source '{states.source}' does not give "

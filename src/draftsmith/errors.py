@@ -34,7 +34,11 @@ class ServerError(DraftsmithError):
 
 
 class RefusedPromptError(DraftsmithError):
-    """A server will not answer this prompt, whatever it does with others."""
+    """A server will not answer this prompt, whatever it does with others. reason: in a few words, the same for many prompts."""
+
+    def __init__(self, reason: str, told: str = "") -> None:
+        super().__init__(told or reason)
+        self.reason = reason
 
 
 class CheckpointError(DraftsmithError):

@@ -24,6 +24,14 @@ def exit_code(signal_number: int | None) -> int:
     return 0 if signal_number is None else 128 + signal_number
 
 
+class Stuck(Exception):
+    """The work is done and saved, but a worker's thread will not end."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
 def regenerate(
     source: Annotated[
         str, typer.Argument(help="Prompts: a .jsonl, .json or .parquet file, a saved dataset, or hf:NAME:SPLIT.")
@@ -86,7 +94,9 @@ def cache(
     from draftsmith import build
     from draftsmith.config import load_config
 
-    raise typer.Exit(exit_code(build.fill_cache(load_config(config, overrides), dry_run=dry_run, say=say)))
+    outcome = build.fill_cache(load_config(config, overrides), dry_run=dry_run, say=say)
+    code = exit_code(outcome.signal_number)
+    raise Stuck(code) if outcome.stuck else typer.Exit(code)
 
 
 def inspect_data(

@@ -3,20 +3,24 @@
 import json
 import os
 import signal
+import threading
+from datetime import date
 from pathlib import Path
 
 import pytest
 import yaml
 
 from draftsmith.build import fill_cache
+from draftsmith.build import plan as plan_of_run
 from draftsmith.build import run as build
 from draftsmith.cli import main
 from draftsmith.config import Config, parse_config
-from draftsmith.errors import CaptureError, ConfigError, PipelineError
+from draftsmith.errors import CaptureError, ConfigError, PipelineError, TargetError
+from draftsmith.pipeline import harvest, workers
 from draftsmith.target import cache as caching
 from draftsmith.target.capture import Capture
 from draftsmith.types import HiddenStates, Tokens
-from tests.conftest import save_target, small_tree, write_chats
+from tests.conftest import MARKED_TEMPLATE, byte_tokenizer, save_target, small_tree, write_chats
 from tests.pipeline.test_run import final_digest, metrics, quiet
 
 
@@ -48,7 +52,7 @@ def test_training_from_a_cache_equals_live_training_and_needs_neither_target_nor
     live = with_states(own, "live", tmp_path / "cache", tmp_path / "live", loss=loss, max_steps=24)
     build.train(live, resume=None, say=quiet)
     cached = with_states(own, "cached", tmp_path / "cache", tmp_path / "cached", loss=loss, max_steps=24)
-    assert fill_cache(cached, dry_run=False, say=quiet) is None
+    assert fill_cache(cached, dry_run=False, say=quiet).signal_number is None
     assert len(list((tmp_path / "cache").glob("states-*"))) > 1
     (tmp_path / "target").rename(tmp_path / "elsewhere")
     (tmp_path / "chats.jsonl").unlink()
@@ -184,10 +188,10 @@ def test_a_stop_keeps_what_was_captured_and_the_next_call_goes_on(
 
     monkeypatch.setattr(Capture, "__call__", stopping)
     said: list[str] = []
-    assert fill_cache(cached, dry_run=False, say=said.append) == signal.SIGTERM
+    assert fill_cache(cached, dry_run=False, say=said.append).signal_number == signal.SIGTERM
     assert "the same command goes on from there" in said[-1]
     first = calls[0]
-    assert fill_cache(cached, dry_run=False, say=quiet) is None
+    assert fill_cache(cached, dry_run=False, say=quiet).signal_number is None
     packs = len(build.resolve(cached).packs)
     assert first < packs
     # A few may have been under way when the stop came.
@@ -214,6 +218,85 @@ def test_a_failing_capture_is_named_and_what_was_written_stays(
     assert kept
     fill_cache(cached, dry_run=False, say=quiet)
     build.train(cached, resume=None, say=quiet)
+
+
+def test_a_worker_that_cannot_even_begin_is_told(own: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: int) -> None:
+        raise ValueError("no such device")
+
+    cached = with_states(own, "cached", tmp_path / "cache", tmp_path / "run")
+    monkeypatch.setattr(workers.torch, "set_num_threads", broken)
+    with pytest.raises(PipelineError, match="target-0 failed: ValueError: no such device"):
+        fill_cache(cached, dry_run=False, say=quiet)
+
+
+def test_a_capture_that_hangs_does_not_hold_a_stop(own: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached, release = with_states(own, "cached", tmp_path / "cache", tmp_path / "run"), threading.Event()
+
+    def hanging(_self: Capture, _tokens: Tokens) -> HiddenStates:
+        os.kill(os.getpid(), signal.SIGTERM)
+        release.wait(60)
+        raise ValueError("released")
+
+    monkeypatch.setattr(Capture, "__call__", hanging)
+    monkeypatch.setattr(harvest, "STOP_SECONDS", 0.2)
+    outcome = fill_cache(cached, dry_run=False, say=quiet)
+    release.set()
+    assert (outcome.step, outcome.signal_number, outcome.stuck) == (0, signal.SIGTERM, ("target-0",))
+
+
+def test_another_target_never_mends_a_cache(own: Config, tmp_path: Path) -> None:
+    cached = with_states(own, "cached", tmp_path / "cache", tmp_path / "cached")
+    fill_cache(cached, dry_run=False, say=quiet)
+    save_target(tmp_path / "target", seed=9)
+    flip(tmp_path / "cache/states-00001.safetensors")
+    with pytest.raises(PipelineError, match=r"is damaged.*Here that failed: target.model .* is another model"):
+        build.train(cached, resume=None, say=quiet)
+    assert (tmp_path / "cache/states-00001.safetensors").exists(), "what cannot be made again is not thrown away"
+    tree = cached.model_dump()
+    tree["evaluate"]["prompts"] = own.data.train[0]
+    with pytest.raises(TargetError, match="is another model"):
+        build.train(parse_config(tree, "test"), resume=None, say=quiet)
+
+
+def test_a_cache_with_final_states_is_mended_with_them(own: Config, tmp_path: Path) -> None:
+    fill_cache(with_states(own, "cached", tmp_path / "cache", tmp_path / "x", loss="kl"), dry_run=False, say=quiet)
+    flip(tmp_path / "cache/states-00001.safetensors")
+    build.train(with_states(own, "cached", tmp_path / "cache", tmp_path / "ce"), resume=None, say=quiet)
+    build.train(with_states(own, "cached", tmp_path / "cache", tmp_path / "kl", loss="kl"), resume=None, say=quiet)
+
+
+def test_a_cache_that_others_write_is_read_all_the_same(own: Config, tmp_path: Path) -> None:
+    build.train(live := with_states(own, "live", tmp_path, tmp_path / "live"), resume=None, say=quiet)
+    cached = with_states(own, "cached", tmp_path / "cache", tmp_path / "cached")
+    fill_cache(cached, dry_run=False, say=quiet)
+    flip(tmp_path / "cache/states-00001.safetensors")
+    holder = caching.StateCache.open(tmp_path / "cache")
+    holder._index.claim()
+    said: list[str] = []
+    build.train(cached, resume=None, say=said.append)
+    assert any("cannot be written here" in line for line in said)
+    assert final_digest(cached) == final_digest(live)
+
+
+def test_a_template_that_prints_the_date_sees_the_day_on_which_the_cache_was_begun(
+    own: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{{ strftime_now('%Y-%m-%d') }}" + MARKED_TEMPLATE
+    byte_tokenizer(template).save_pretrained(tmp_path / "target")
+    hybrid = with_states(own, "hybrid", tmp_path / "cache", tmp_path / "one")
+    fill_cache(hybrid, dry_run=False, say=quiet)
+
+    class Tomorrow(date):
+        @classmethod
+        def today(cls) -> "Tomorrow":
+            return cls(2099, 1, 2)
+
+    monkeypatch.setattr(plan_of_run, "date", Tomorrow)
+    said: list[str] = []
+    fill_cache(hybrid, dry_run=False, say=said.append)
+    assert any(f"{len(build.resolve(hybrid).packs)} of" in line and "are there already" in line for line in said)
+    build.train(hybrid, resume=None, say=quiet)
 
 
 def test_two_targets_fill_one_cache(own: Config, tmp_path: Path) -> None:

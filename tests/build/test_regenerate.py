@@ -16,18 +16,18 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from draftsmith.build import Writing, regenerate_by_server, regenerate_here
+from draftsmith.build import Writing, read_key, regenerate_by_server, regenerate_here
 from draftsmith.data.chat import ChatFormat, encode_record
 from draftsmith.data.files import read_records
 from draftsmith.data.responses import ResponseFile
 from draftsmith.decode import server as serving
 from draftsmith.decode.acceptance import Sampling
 from draftsmith.decode.converse import Conversation, converse
-from draftsmith.decode.respond import Written
+from draftsmith.decode.respond import Written, write_batch
 from draftsmith.decode.speculate import decode_plain
 from draftsmith.errors import DataError, ServerError, UsageError
 from draftsmith.target.load import Target
-from tests.conftest import load_fp32, save_target, until
+from tests.conftest import byte_tokenizer, load_fp32, save_target, until
 from tests.pipeline.test_run import quiet
 
 WRITING = Writing(max_new_tokens=12)
@@ -90,7 +90,9 @@ def test_every_answer_is_the_targets_own_and_becomes_the_history_of_the_next(
                 continue
             plain = decode_plain(writer, chat.prompt(messages[:turn]), 12).ids
             ended = plain[-1] in writer.end_ids
-            assert message["content"] == writer.tokenizer.decode(plain[:-1] if ended else plain)
+            whole = writer.tokenizer.decode(plain[:-1] if ended else plain)
+            # Where the limit cut a character in two, its half is left out.
+            assert message["content"] == (whole if ended else whole.rstrip("\ufffd"))
             finished += ended
             assert ended or (turn == len(messages) - 1 and row["unfinished"])
     assert 0 < done.unfinished < 12
@@ -103,6 +105,7 @@ def test_an_unfinished_answer_teaches_no_end_of_turn(tmp_path: Path, target: Tar
     chat = ChatFormat(target.tokenizer, target.end_ids)
     (whole, _), (cut, _) = (encode_record(chat, record) for record in records)
     text = {name: chat.tokenizer.decode(d.ids[d.loss_mask]) for name, d in (("whole", whole), ("cut", cut))}
+    assert whole.ids.tolist()[: cut.ids.numel()] == cut.ids.tolist()
     assert text == {"whole": "some words<|im_end|>", "cut": "some words"}
     assert chat.tokenizer.decode(cut.ids).endswith("some words")
 
@@ -238,8 +241,8 @@ def by_server(source: str, out: Path, url: str, *, key: str | None = None, at_on
 def test_a_busy_server_is_asked_again_and_a_refused_prompt_is_skipped(source: str, tmp_path: Path, scripted: str) -> None:
     Script.answers = [(503, "busy"), (429, "slow down"), (200, good("a")), (400, "too long"), (200, good("b", "length"))]
     done = by_server(source, tmp_path / "out.jsonl", scripted, key="s3cret")
-    reasons = {re.sub(r" \(.*", "", reason): count for reason, count in done.skipped.items()}
-    assert (done.rows, reasons, done.unfinished) == (11, {"refused by the server": 1, "no question to answer": 2}, 1)
+    skipped = {"no answer by the server: status 400": 1, "no question to answer": 2}
+    assert (done.rows, done.skipped, done.unfinished) == (11, skipped, 1)
     rows = rows_of(tmp_path / "out.jsonl")
     assert [row["row"] for row in rows] == [0, 2, *range(5, 14)]
     assert (rows[0]["messages"][1]["content"], rows[1]["messages"][1]["content"]) == ("a", "b")
@@ -248,12 +251,12 @@ def test_a_busy_server_is_asked_again_and_a_refused_prompt_is_skipped(source: st
     assert "s3cret" not in "".join(p.read_text() for p in tmp_path.glob("out*"))
 
 
-def test_thoughts_that_the_server_took_apart_are_put_back(tmp_path: Path, scripted: str) -> None:
+def test_thoughts_that_the_server_took_apart_stay_apart(tmp_path: Path, scripted: str) -> None:
     source = write_rows(tmp_path / "p.jsonl", [{"messages": [user("q")], "chat_template_kwargs": {"enable_thinking": True}}])
     Script.answers = [(200, good("answer", reasoning_content="hm"))]
     by_server(source, tmp_path / "out.jsonl", scripted)
     (row,) = rows_of(tmp_path / "out.jsonl")
-    assert row["messages"][1]["content"] == "<think>\nhm\n</think>\n\nanswer"
+    assert row["messages"][1] == {"role": "assistant", "content": "answer", "reasoning_content": "hm"}
     assert row["chat_template_kwargs"] == {"enable_thinking": True}
     assert Script.seen[0]["chat_template_kwargs"] == {"enable_thinking": True}
 
@@ -349,12 +352,130 @@ def test_transformers_serve_writes_what_the_target_writes_here(tmp_path: Path) -
     assert all(row in written for row in kept)
     target = load_fp32(folder)
     regenerate_here(source, tmp_path / "here.jsonl", target, Writing(8), batch_size=4, say=quiet)
-    # That server strips its answers.
-    stripped = [
-        [[m["content"].strip() for m in row["messages"]] for row in rows]
-        for rows in (written, rows_of(tmp_path / "here.jsonl"))
-    ]
+    # That server strips its answers, and knows nothing of half a character at their end.
+    both = (written, rows_of(tmp_path / "here.jsonl"))
+    stripped = [[[re.sub(r"^\s+|[\s\ufffd]+$", "", m["content"]) for m in row["messages"]] for row in rows] for rows in both]
     assert stripped[0] == stripped[1]
+
+
+def call(name: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+
+def test_a_tool_call_is_kept_and_ends_the_conversation(tmp_path: Path, scripted: str) -> None:
+    source = write_rows(tmp_path / "p.jsonl", [{"messages": [user("q"), assistant("x"), user("and?")]}])
+    answer = {"message": {"role": "assistant", "content": None, "tool_calls": [call("f")]}, "finish_reason": "tool_calls"}
+    Script.answers = [(200, json.dumps({"choices": [answer]}))]
+    done = by_server(source, tmp_path / "out.jsonl", scripted)
+    (row,) = rows_of(tmp_path / "out.jsonl")
+    assert row["messages"][1:] == [{"role": "assistant", "content": "", "tool_calls": [call("f")]}]
+    assert done.unfinished == 0
+    (record,) = read_records(tmp_path / "out.jsonl")
+    assert record.messages is not None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (good("", "stop"), "empty answer"),
+        (good("half", "content_filter"), "ended by 'content_filter'"),
+        (good("half", "abort"), "ended by 'abort'"),
+        (good("", "length", reasoning_content="let me"), "cut off at the limit after thoughts"),
+    ],
+)
+def test_answers_that_teach_what_the_target_never_wrote_are_left_out(
+    tmp_path: Path, scripted: str, answer: str, reason: str
+) -> None:
+    source = write_rows(tmp_path / "p.jsonl", [{"messages": [user("a")]}, {"messages": [user("b")]}])
+    Script.answers = [(200, answer)]
+    done = by_server(source, tmp_path / "out.jsonl", scripted)
+    assert done.skipped == {f"no answer by the server: {reason}": 1}
+    assert [row["row"] for row in rows_of(tmp_path / "out.jsonl")] == [1]
+
+
+def test_what_is_whole_before_a_refusal_is_kept(tmp_path: Path, scripted: str) -> None:
+    source = write_rows(tmp_path / "p.jsonl", [{"messages": [user("a"), assistant("x"), user("b"), assistant("y"), user("c")]}])
+    Script.answers = [(200, good("1")), (200, good("2")), (400, "too long")]
+    done = by_server(source, tmp_path / "out.jsonl", scripted)
+    (row,) = rows_of(tmp_path / "out.jsonl")
+    assert [m["content"] for m in row["messages"]] == ["a", "1", "b", "2"]
+    assert (done.skipped, done.unfinished) == ({}, 0)
+
+
+def test_half_a_surrogate_and_nan_stop_nobody(tmp_path: Path, scripted: str) -> None:
+    source = tmp_path / "p.jsonl"
+    source.write_text(
+        '{"messages": [{"role": "user", "content": "\\ud83d"}]}\n{"messages": [{"role": "user", "content": "q"}], "tools": [{"x": NaN}]}\n'
+    )
+    done = by_server(str(source), tmp_path / "out.jsonl", scripted)
+    assert (done.rows, done.skipped) == (1, {"no answer by the server: not JSON": 1})
+    assert rows_of(tmp_path / "out.jsonl")[0]["messages"][0]["content"] == "\ud83d"
+
+
+def test_a_key_that_cannot_be_sent_is_refused_unseen(source: str, tmp_path: Path) -> None:
+    for text in ("sk-SECRET1\nsk-SECRET2", "sk-SECR\u00c9T", ""):
+        (tmp_path / "key").write_text(text)
+        with pytest.raises(UsageError, match="does not hold one line of printable characters") as caught:
+            read_key(tmp_path / "key")
+        assert "SECR" not in str(caught.value)
+    (tmp_path / "key").write_text("sk-good\n")
+    assert read_key(tmp_path / "key") == "sk-good"
+
+
+def test_an_address_that_is_none_is_told_at_once(source: str, tmp_path: Path) -> None:
+    for url in ("localhost:1/v1", "ftp://host/v1"):
+        with pytest.raises(ServerError, match="cannot be asked"):
+            by_server(source, tmp_path / "out.jsonl", url)
+
+
+def test_an_environments_proxy_never_sees_the_key(
+    source: str, tmp_path: Path, scripted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    assert by_server(source, tmp_path / "out.jsonl", scripted, key="k").rows == 12
+
+
+def test_greedy_is_greedy_whatever_the_target_brings_along(tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "t", seed=4)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "repetition_penalty": 1.3, "do_sample": True}))
+    target = load_fp32(folder)
+    prompt = ChatFormat(target.tokenizer).prompt([user("one")])
+    (written,) = write_batch(target, [prompt], max_new_tokens=20)
+    plain = decode_plain(target, prompt, 20).ids
+    assert written.text == target.tokenizer.decode(plain).rstrip("\ufffd")
+    assert plain[-1] not in target.end_ids
+
+
+def test_a_limit_that_leaves_no_room_is_refused(source: str, tmp_path: Path, writer: Target) -> None:
+    with pytest.raises(UsageError, match=r"--max-new-tokens 2048 leaves no room for a prompt: the target has 2048 positions"):
+        regenerate_here(source, tmp_path / "out.jsonl", writer, Writing(2048), batch_size=3, say=quiet)
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_a_thought_that_was_cut_off_is_taught_as_it_was_written(tmp_path: Path, target: Target) -> None:
+    """The template opens the thought in the prompt and closes it in the chat; the target had only begun it."""
+    row = {"messages": [user("a"), assistant("fine"), user("q"), assistant("let me thi")], "unfinished": True}
+    (record,) = read_records(write_rows(tmp_path / "r.jsonl", [row]))
+    tokenizer = byte_tokenizer(THINKING)
+    document, _ = encode_record(ChatFormat(tokenizer, target.end_ids), record)
+    last = tokenizer.decode(document.ids).rpartition("<|im_start|>")[2]
+    assert last == "assistant\n<think>\nlet me thi"
+    assert tokenizer.decode(document.ids[document.loss_mask]).endswith("let me thi")
+    assert "</think>" not in last
+
+
+def test_options_go_into_the_rows_so_that_training_renders_the_same(tmp_path: Path, writer: Target) -> None:
+    source = write_rows(tmp_path / "p.jsonl", [{"messages": [user("a")], "chat_template_kwargs": {"x": 1}}])
+    writing = Writing(4, None, {"enable_thinking": False, "x": 2})
+    regenerate_here(source, tmp_path / "out.jsonl", writer, writing, batch_size=1, say=quiet)
+    assert rows_of(tmp_path / "out.jsonl")[0]["chat_template_kwargs"] == {"enable_thinking": False, "x": 1}
 
 
 def test_the_command_asks_for_one_writer(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,8 @@ def test_responses_are_the_targets_own_greedy_answers(tmp_path: Path) -> None:
     for number, ids in enumerate(asked):
         plain = decode_plain(ending, ids, 40).ids
         ended = plain[-1] in ending.end_ids
-        assert answers[number] == (target.tokenizer.decode(plain[:-1] if ended else plain), ended, len(plain))
+        text = target.tokenizer.decode(plain[:-1]) if ended else target.tokenizer.decode(plain).rstrip("\ufffd")
+        assert answers[number][:3] == (text, ended, len(plain))
 
 
 def counting_target(folder: Path) -> Path:

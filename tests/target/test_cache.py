@@ -175,7 +175,6 @@ def test_a_damaged_shard_is_made_anew_alone(filled: tuple[Path, list[Tokens], li
     release(cache)
     again = StateCache.open(folder)
     again.check_complete(packs)
-    assert not (folder / "states-00001.safetensors").exists()
     assert all(torch.equal(again.get(t).features, h.features) for t, h in zip(packs, live, strict=True))  # type: ignore[union-attr]
 
 
@@ -282,6 +281,100 @@ def test_a_full_disk_keeps_what_was_written(
     again = StateCache.open(folder)
     again.check_complete(packs)
     assert again.repair() == []
+
+
+def test_a_writer_that_looked_before_another_wrote_overwrites_nothing(tmp_path: Path, target: Target) -> None:
+    cache, packs = make(tmp_path / "cache", target)
+    capture = Capture(target, LAYERS)
+    live = fill(cache, capture, packs[:1])
+    late = StateCache.open(tmp_path / "cache")
+    live += fill(cache, capture, packs[1:2])
+    release(cache)
+    live += fill(late, capture, packs[2:])
+    release(late)
+    again = StateCache.open(tmp_path / "cache")
+    assert again.repair() == []
+    release(again)
+    for tokens, hidden in zip(packs, live, strict=True):
+        found = again.get(tokens)
+        assert found is not None
+        assert torch.equal(found.features, hidden.features)
+
+
+def test_a_shard_that_is_entered_twice_has_the_rows_of_the_last(tmp_path: Path, target: Target) -> None:
+    cache, packs = make(tmp_path / "cache", target)
+    fill(cache, Capture(target, LAYERS), packs)
+    release(cache)
+    index = tmp_path / "cache/index.jsonl"
+    lines = index.read_text().splitlines()
+    first, second = json.loads(lines[1]), json.loads(lines[2])
+    second["shard"] = first["shard"]
+    index.write_text("\n".join([lines[0], lines[1], json.dumps(second)]) + "\n")
+    again = StateCache.open(tmp_path / "cache")
+    assert not again.has(packs[0])
+    assert again.get(packs[0]) is None
+
+
+def test_the_second_of_two_that_begin_a_cache_touches_nothing(tmp_path: Path, target: Target) -> None:
+    first, _ = make(tmp_path / "cache", target)
+    before = {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    other = some_documents(seed=5)
+    with pytest.raises(UsageError, match="being written by another process"):
+        StateCache.create(tmp_path / "cache", header_for(target, other), target, other)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    release(first)
+
+
+def test_a_folder_with_other_files_is_not_touched(tmp_path: Path, target: Target) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("precious")
+    with pytest.raises(UsageError, match=r"holds other files \(target\); name a folder of its own"):
+        make(tmp_path, target)
+    assert (tmp_path / "target" / "config.json").read_text() == "precious"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written"):
+        make(tmp_path / "file" / "cache", target)
+
+
+def test_a_cache_that_was_cut_off_while_it_was_begun_can_be_begun_again(tmp_path: Path, target: Target) -> None:
+    cache, _ = make(tmp_path / "cache", target)
+    release(cache)
+    (tmp_path / "cache/index.jsonl").unlink()
+    cache, packs = make(tmp_path / "cache", target)
+    fill(cache, Capture(target, LAYERS), packs)
+    cache.check_complete(packs)
+
+
+def test_states_of_another_width_are_not_kept(tmp_path: Path, target: Target) -> None:
+    cache, packs = make(tmp_path / "cache", target, final=True)
+    with pytest.raises(CaptureError, match="holds 128 values a token, but 96 were captured"):
+        cache.put(packs[0], Capture(target, LAYERS)(packs[0]))
+
+
+@pytest.mark.parametrize("change", ["mlp", "rope"])
+def test_a_target_is_known_by_all_its_weights_and_by_its_configuration(
+    tmp_path: Path, target_folder: Path, change: str
+) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "other"
+    shutil.copytree(target_folder, folder)
+    assert load_fp32(folder).digest == load_fp32(target_folder).digest
+    if change == "mlp":
+        weights = load_file(folder / "model.safetensors")
+        weights["model.layers.3.mlp.down_proj.weight"] = weights["model.layers.3.mlp.down_proj.weight"] * 1.5
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        config["rope_parameters"] = {
+            "rope_type": "linear",
+            "factor": 4.0,
+            "rope_theta": config["rope_parameters"]["rope_theta"],
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+    assert load_fp32(folder).digest != load_fp32(target_folder).digest
 
 
 def test_a_cache_of_another_version_is_refused(tmp_path: Path, target: Target) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from draftsmith.build import run as building
 from draftsmith.config import Config, parse_config
 from draftsmith.data.packing import pack
 from draftsmith.errors import CaptureError, ConfigError, PipelineError
+from draftsmith.pipeline import coordinator as coordinating
 from draftsmith.target import served
 from draftsmith.target.capture import Capture
 from draftsmith.target.load import Target
@@ -240,8 +242,45 @@ def test_a_server_that_dies_stops_the_run_by_name(
         building.train(with_source(target_folder, tmp_path, "run", shared), resume=None, say=quiet)
 
 
+def test_a_server_that_hangs_does_not_hold_a_stop(tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives five packs and then nothing: the third step, which lacks one, is given up, and what two steps trained is saved."""
+    release, begun, original, calls = threading.Event(), threading.Event(), Capture.__call__, [0]
+    let_go = coordinating.Coordinator._release
+
+    def hanging(self: Capture, tokens: Tokens) -> Any:
+        calls[0] += 1
+        if calls[0] > 5:
+            assert begun.wait(30)
+            os.kill(os.getpid(), signal.SIGTERM)
+            release.wait(60)
+        return original(self, tokens)
+
+    def note(self: coordinating.Coordinator, step: int) -> None:
+        let_go(self, step)
+        if step == 2:
+            begun.set()
+
+    monkeypatch.setattr(coordinating.Coordinator, "_release", note)
+    monkeypatch.setattr(Capture, "__call__", hanging)
+    monkeypatch.setattr(coordinating, "STARVED_S", 0.3)
+    monkeypatch.setattr(coordinating, "STOP_SECONDS", 0.5)
+    config = with_source(target_folder, tmp_path, "run", {}, max_steps=50)
+    outcome = building.train(config, resume=None, say=quiet)
+    release.set()
+    assert outcome.signal_number == signal.SIGTERM
+    assert outcome.step == 2
+    assert outcome.stuck == ("target-0",)
+    monkeypatch.undo()
+    building.train(config, resume="latest", say=quiet)
+    straight = with_source(target_folder, tmp_path, "straight", {}, max_steps=50)
+    building.train(straight, resume=None, say=quiet)
+    assert final_digest(config) == final_digest(straight)
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path, target_folder: Path) -> None:
     with pytest.raises(ConfigError, match="hidden_states.url or hidden_states.model is not set"):
         with_source(target_folder, tmp_path, "run", {"source": "server"})
+    with pytest.raises(ConfigError, match="holds a name or a password"):
+        with_source(target_folder, tmp_path, "run", {"source": "server", "url": "http://me:secret@host/v1", "model": "m"})
     with pytest.raises(ConfigError, match=r"train.loss is 'kl'.* does not give them normed"):
         with_source(target_folder, tmp_path, "run", {"source": "files", "folder": "x"}, loss="kl")

@@ -7,6 +7,7 @@ from draftsmith.build.plan import Resolved, resolve
 from draftsmith.build.resume import Say
 from draftsmith.config import Config
 from draftsmith.errors import ConfigError
+from draftsmith.pipeline.coordinator import Outcome
 from draftsmith.pipeline.harvest import harvest
 from draftsmith.pipeline.signals import StopRequest, stop_on_signals
 from draftsmith.runs.reporter import RunReporter
@@ -17,10 +18,9 @@ from draftsmith.types import HiddenStates, Tokens
 EVERY_S = 10.0
 
 
-def fill_cache(config: Config, *, dry_run: bool, say: Say) -> int | None:
-    """Capture what the cache of this configuration does not hold yet, or not whole; the number of the signal that ended it early, if
-    one did. What was written stays, and the same call goes on from there. dry_run: only say how large it will be. Raises
-    DraftsmithError."""
+def fill_cache(config: Config, *, dry_run: bool, say: Say) -> Outcome:
+    """Capture what the cache of this configuration does not hold yet, or not whole; how far it came. What was written stays, and the same
+    call goes on from there. dry_run: only say how large it will be. Raises DraftsmithError."""
     if config.hidden_states.folder is None:
         raise ConfigError("hidden_states.folder is not set; name the folder that is to hold the cache")
     reporter = RunReporter.from_environment()
@@ -30,10 +30,9 @@ def fill_cache(config: Config, *, dry_run: bool, say: Say) -> int | None:
     for line in run.describe(training=False):
         say(line)
     if dry_run:
-        return None
-    cache = make_cache(config, run.inputs, run.drafter)
-    bad = cache.repair()
-    for name in bad:
+        return Outcome(0, None)
+    cache = make_cache(config, run.inputs, run.drafter, run.day)
+    for name in cache.repair():
         say(f"states     shard {name} is missing or damaged; it is made anew")
     left = [tokens for tokens in run.packs if not cache.has(tokens)]
     cache.require_space(_tokens(left))
@@ -45,7 +44,7 @@ def _tokens(packs: list[Tokens]) -> int:
     return sum(sum(tokens.lengths) for tokens in packs)
 
 
-def _fill(run: Resolved, cache: StateCache, left: list[Tokens], say: Say, reporter: RunReporter) -> int | None:
+def _fill(run: Resolved, cache: StateCache, left: list[Tokens], say: Say, reporter: RunReporter) -> Outcome:
     begin = told = time.perf_counter()
     seen = 0
 
@@ -66,12 +65,14 @@ def _fill(run: Resolved, cache: StateCache, left: list[Tokens], say: Say, report
     stop = StopRequest()
     try:
         with stop_on_signals(stop):
-            done = harvest(sources, left, keep, cpu_threads=run.config.train.cpu_threads, stop=stop)
+            outcome = harvest(sources, left, keep, cpu_threads=run.config.train.cpu_threads, stop=stop)
     finally:
-        cache.flush()
+        cache.close()
     size = cache.bytes_of(_tokens(run.packs)) / 1e9
     if stop:
-        say(f"stopped on request after {done} of {len(left)} packs, which are kept; the same command goes on from there")
+        say(
+            f"stopped on request after {outcome.step} of {len(left)} packs, which are kept; the same command goes on from there"
+        )
     else:
         say(f"done: {len(run.packs)} packs, {_tokens(run.packs)} tokens, {size:.2f} GB in {cache.folder}")
-    return stop.signal_number
+    return outcome

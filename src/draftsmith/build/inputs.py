@@ -11,9 +11,9 @@ from draftsmith.config import Config, DataSection
 from draftsmith.data.chat import ChatFormat, DataCounts, encode_files
 from draftsmith.data.files import is_there
 from draftsmith.draft.model import DrafterConfig
-from draftsmith.errors import ConfigError
+from draftsmith.errors import CaptureError, ConfigError, TargetError
 from draftsmith.target.cache import StateCache, documents_digest
-from draftsmith.target.cache_index import CacheHeader
+from draftsmith.target.cache_index import INDEX, CacheHeader
 from draftsmith.target.facts import TargetFacts
 from draftsmith.target.load import DTYPES, Target, load_target
 from draftsmith.types import Document
@@ -90,7 +90,32 @@ def from_cache(config: Config) -> Inputs:
     assert config.hidden_states.folder is not None
     cache = StateCache.open(Path(config.hidden_states.folder))
     facts = cache.facts(torch.device("cpu"))
-    return Inputs(facts, cache.documents(), DataCounts(**cache.header.data["counts"]), [], cache)
+    try:
+        counts = DataCounts(**cache.header.data["counts"])
+    except (KeyError, TypeError) as error:
+        raise CaptureError(
+            f"cache '{cache.folder}': its index does not say what it was made of ({error}); make it again"
+        ) from None
+    return Inputs(facts, cache.documents(), counts, [], cache)
+
+
+def cached_day(config: Config) -> date | None:
+    """The day that chat templates saw when the cache of this configuration was begun, if there is one: tomorrow's would be other text."""
+    section = config.hidden_states
+    if section.source not in ("hybrid", "cached") or section.folder is None or not (Path(section.folder) / INDEX).is_file():
+        return None
+    return date.fromisoformat(str(StateCache.open(Path(section.folder)).header.data.get("day", date.today().isoformat())))
+
+
+def load_again(config: Config, device: torch.device, facts: TargetFacts) -> Target:
+    """The target that these facts are of, loaded. Raises TargetError if it is not there, or another one is."""
+    target = load_target(config.target, [device])[0]
+    if target.digest != facts.digest:
+        raise TargetError(
+            f"target.model '{config.target.model}' is another model, or another version of it, than '{facts.name}', of which the cached hidden "
+            "states are; give that one"
+        )
+    return target
 
 
 def longest_document(section: DataSection) -> int:
@@ -103,8 +128,8 @@ def _told_data(section: DataSection) -> dict[str, Any]:
     return {"train": section.train, "chat_template_kwargs": section.chat_template_kwargs, "longest": longest_document(section)}
 
 
-def make_cache(config: Config, inputs: Inputs, drafter: DrafterConfig) -> StateCache:
-    """The cache that this configuration names, made or opened. Raises DraftsmithError."""
+def make_cache(config: Config, inputs: Inputs, drafter: DrafterConfig, day: date) -> StateCache:
+    """The cache that this configuration names, made or opened; day: what chat templates saw. Raises DraftsmithError."""
     assert config.hidden_states.folder is not None
     header = CacheHeader(
         target=inputs.facts.digest,
@@ -113,7 +138,7 @@ def make_cache(config: Config, inputs: Inputs, drafter: DrafterConfig) -> StateC
         dtype=_dtype_name(config),
         final=config.train.loss == "kl",
         documents=documents_digest(inputs.documents),
-        data={**_told_data(config.data), "counts": asdict(inputs.counts)},
+        data={**_told_data(config.data), "counts": asdict(inputs.counts), "day": day.isoformat()},
     )
     return StateCache.create(Path(config.hidden_states.folder), header, inputs.facts, inputs.documents)
 

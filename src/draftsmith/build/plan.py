@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.build.inputs import Inputs, chat_format, check_cache, from_cache, from_target, resolve_devices
+from draftsmith.build.inputs import Inputs, cached_day, chat_format, check_cache, from_cache, from_target, resolve_devices
 from draftsmith.compiling.buckets import choose_buckets
 from draftsmith.config import Config, DraftSection
 from draftsmith.data.chat import ChatFormat
@@ -139,7 +139,7 @@ class Resolved:
         parameters = parameter_count(drafter)
         compile, checkpoint = self.config.compile, self.config.checkpoint
         lines = [
-            f"target     {self.config.target.model}: {self.facts.num_layers} layers, width {drafter.hidden_size}, "
+            f"target     {self.facts.name}: {self.facts.num_layers} layers, width {drafter.hidden_size}, "
             f"vocabulary {drafter.vocab_size}, {self.config.target.dtype}",
             f"states     {self.states()}",
             f"devices    {self.target_threads()}; drafter threads on {', '.join(map(str, self.drafter_devices))}",
@@ -221,7 +221,7 @@ def resolve(config: Config, day: date | None = None) -> Resolved:
 
     day: the date that chat templates print, today by default; a resumed run passes the one it began with.
     """
-    day = day or date.today()
+    day = day or cached_day(config) or date.today()
     target_devices = resolve_devices(config.target.devices, for_target=True)
     drafter_devices = resolve_devices(config.train.devices, for_target=False)
     if config.train.packs_per_step % len(drafter_devices):

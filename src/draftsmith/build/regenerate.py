@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import itertools
+import json
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +18,7 @@ from draftsmith.data.files import read_records
 from draftsmith.data.responses import ResponseFile
 from draftsmith.data.text import Record
 from draftsmith.decode.acceptance import Sampling
-from draftsmith.decode.converse import Conversation, Message, converse
+from draftsmith.decode.converse import Conversation, Message, converse, whole_part
 from draftsmith.decode.respond import Written, write_responses
 from draftsmith.decode.server import ChatServer
 from draftsmith.errors import DataError, DraftsmithError, RefusedPromptError, UsageError
@@ -55,7 +56,7 @@ class _Job:
 
     def __init__(self, source: str, file: ResponseFile, writing: Writing, say: Say, reporter: RunReporter) -> None:
         self.file, self.stop, self.skipped = file, StopRequest(), dict[str, int]()
-        self._say, self._reporter = say, reporter
+        self._say, self._reporter, self._options = say, reporter, writing.options
         self.records = [
             (number, record)
             for number, record in enumerate(itertools.islice(read_records(source), writing.limit))
@@ -72,13 +73,25 @@ class _Job:
             return
         row: dict[str, Any] = {"messages": whole.messages}
         row |= {"tools": list(record.tools)} if record.tools else {}
-        row |= {"chat_template_kwargs": dict(record.options)} if record.options else {}
+        # Training must render what the target was told here.
+        told = {**self._options, **record.options}
+        row |= {"chat_template_kwargs": told} if told else {}
         row |= {"category": record.category} if record.category is not None else {}
         row |= {"unfinished": True} if whole.unfinished else {}
         self.file.add(number, row)
         self._rows += 1
         self._tokens += whole.tokens
         self._progress()
+
+    def give_up(self, number: int, record: Record, history: Sequence[Message], reason: str, example: str = "") -> None:
+        """The last question of a history has no answer: what is whole before it is kept, else the row is skipped."""
+        part = whole_part(history)
+        if part.messages:
+            self.keep(number, record, part)
+            return
+        if example and reason not in self.skipped:
+            self._say(f"responses  {record.name}: {reason}: {example}")
+        self.skip(reason)
 
     def skip(self, reason: str) -> None:
         """Nothing can be written for a row."""
@@ -112,7 +125,12 @@ def _send(talk: Talk, written: Written | None) -> list[Message] | Conversation:
 
 def regenerate_here(source: str, out: Path, target: Target, writing: Writing, *, batch_size: int, say: Say) -> Regenerated:
     """Let a loaded target write, many conversations in a batch. Raises DraftsmithError."""
-    who = {"target": target.name, "dtype": str(target.embedding.dtype).removeprefix("torch.")}
+    if target.text_config().max_position_embeddings <= writing.max_new_tokens:
+        raise UsageError(
+            f"--max-new-tokens {writing.max_new_tokens} leaves no room for a prompt: the target has "
+            f"{target.text_config().max_position_embeddings} positions; give fewer"
+        )
+    who = {"target": target.name, "digest": target.digest, "dtype": str(target.embedding.dtype).removeprefix("torch.")}
     with ResponseFile(out, _settings(source, writing, who)) as file:
         job = _Job(source, file, writing, say, RunReporter.from_environment())
         chat = ChatFormat(target.tokenizer, target.end_ids, None, writing.options)
@@ -140,12 +158,12 @@ def _write_window(
                 continue
             try:
                 prompts[number] = chat.prompt(state, record)
-            except (TemplateError, ValueError, TypeError):
-                job.skip("refused by the chat template")
+            except (TemplateError, ValueError, TypeError) as error:
+                job.give_up(number, record, state, "refused by the chat template", " ".join(str(error).split())[:200])
                 del waiting[number]
                 continue
             if len(prompts[number]) > longest:
-                job.skip(f"longer than the target's {longest + writing.max_new_tokens} positions")
+                job.give_up(number, record, state, f"longer than the target's {longest + writing.max_new_tokens} positions")
                 del waiting[number], prompts[number]
         numbers = list(prompts)
         sampling = None if writing.sampling is None else _apart(writing.sampling, numbers)
@@ -205,7 +223,8 @@ async def _ask_all(job: _Job, url: str, model: str, writing: Writing, key: str |
                     while not isinstance(state, Conversation):
                         state = _send(talk, await server.ask(state, record.tools, options))
                 except RefusedPromptError as error:
-                    job.skip(f"refused by the server ({error})")
+                    assert not isinstance(state, Conversation)
+                    job.give_up(number, record, state, f"no answer by the server: {error.reason}", str(error))
                     continue
                 job.keep(number, record, state)
 
@@ -227,6 +246,11 @@ def _settings(source: str, writing: Writing, who: dict[str, Any]) -> dict[str, A
     if path.is_file():
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
+    elif path.is_dir():
+        listing = sorted(
+            (str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in path.rglob("*") if p.is_file()
+        )
+        content = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
     else:
         content = source
     sampling = asdict(writing.sampling) if writing.sampling is not None else "greedy"
@@ -247,6 +271,9 @@ def read_key(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8").strip()
+        key = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--key-file '{path}' cannot be read: {error}") from None
+    if not key or not key.isascii() or not key.isprintable():
+        raise UsageError(f"--key-file '{path}' does not hold one line of printable characters; put the key alone into it")
+    return key

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from draftsmith.build.inputs import load_again
 from draftsmith.build.plan import Resolved, resolve
 from draftsmith.build.resume import Say, check_fit, find_resume, run_lock
 from draftsmith.build.sources import make_sources
@@ -20,6 +21,7 @@ from draftsmith.compiling.warmup import worth_compiling
 from draftsmith.config import Config
 from draftsmith.decode.speculate import Speculator
 from draftsmith.draft.model import Drafter
+from draftsmith.errors import CaptureError
 from draftsmith.evaluate.suite import Prompt, load_prompts, measure_tau
 from draftsmith.pipeline.coordinator import Coordinator, Emit, Judge, Outcome, Save
 from draftsmith.pipeline.plan import generator_for, learning_rate
@@ -29,7 +31,7 @@ from draftsmith.pipeline.step import blank_batch, drafter_core, run_pack
 from draftsmith.pipeline.workers import Evaluate, Guard, Job
 from draftsmith.runs.events import RunEvents
 from draftsmith.runs.reporter import RunReporter
-from draftsmith.target.load import Target, load_target
+from draftsmith.target.load import Target
 
 
 def build_replicas(run: Resolved, checkpoint: checkpoints.Checkpoint | None) -> list[Replica]:
@@ -167,7 +169,7 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
             say(line)
         prompts, judge = [], None
         if config.evaluate.prompts is not None:
-            judge = run.targets[0] if run.targets else load_target(config.target, run.target_devices[:1])[0]
+            judge = run.targets[0] if run.targets else load_again(config, run.target_devices[0], run.facts)
             prompts = load_prompts(judge, config.evaluate.prompts, config.evaluate.count, run.chat())
         replicas = build_replicas(run, checkpoint)
         checkpoints.require_space(root, 2 * checkpoints.checkpoint_bytes(replicas[0].weights()))
@@ -212,6 +214,10 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
                 return coordinator.run(start_step)
             finally:
                 if cache is not None:
-                    cache.flush()
+                    try:
+                        cache.close()
+                    except CaptureError as error:
+                        # It must not cover how the run ended.
+                        say(f"states     {error}")
                 if compiler.enabled:
                     events.emit("compile", compiler.account())

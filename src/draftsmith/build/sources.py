@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from draftsmith.build.inputs import make_cache
+from draftsmith.build.inputs import load_again, make_cache
 from draftsmith.build.plan import Resolved
 from draftsmith.build.resume import Say
 from draftsmith.target.cache import StateCache
 from draftsmith.target.capture import Capture
-from draftsmith.target.load import Target, load_target
+from draftsmith.target.load import Target
 from draftsmith.target.served import StateFiles, StatesFromFiles, StatesFromServer
 from draftsmith.target.sources import CachedStates, StateSource
 
@@ -20,8 +20,9 @@ def make_sources(run: Resolved, say: Say) -> tuple[Sequence[StateSource], StateC
     folder = Path(section.folder) if section.folder is not None else None
 
     def capture(target: Target) -> Capture:
-        return Capture(target, ids, final=run.config.train.loss == "kl")
+        return Capture(target, ids, final=cache.header.final if cache is not None else run.config.train.loss == "kl")
 
+    cache = run.inputs.cache
     if section.source == "live":
         return [capture(target) for target in run.targets], None
     reader = StateFiles(ids, run.facts.hidden_size, run.facts.embedding.dtype)
@@ -35,13 +36,12 @@ def make_sources(run: Resolved, say: Say) -> tuple[Sequence[StateSource], StateC
         assert section.model is not None
         return [StatesFromServer(section.url, section.model, folder, reader)], None
     if section.source == "cached":
-        cache = run.inputs.cache
         assert cache is not None
         cache.check_complete(run.packs)
-        return [CachedStates(cache, lambda: capture(load_target(run.config.target, run.target_devices[:1])[0]), say)], cache
-    cache = make_cache(run.config, run.inputs, run.drafter)
+        return [CachedStates(cache, lambda: capture(load_again(run.config, run.target_devices[0], run.facts)), say)], cache
+    cache = make_cache(run.config, run.inputs, run.drafter, run.day)
     for shard in cache.missing():
         say(f"states     shard {shard} is missing from {cache.folder}; it is made anew")
         cache.forget(shard)
-    cache.require_space(sum(sum(tokens.lengths) for tokens in run.packs if not cache.has(tokens)))
+    cache.require_space(sum(sum(tokens.lengths) for tokens in run.packs if not cache.covers(tokens)))
     return [CachedStates(cache, partial(capture, target), say, target.device) for target in run.targets], cache

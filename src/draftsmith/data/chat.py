@@ -7,7 +7,7 @@ their tokens are not what the target would be given when it serves them.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -169,12 +169,6 @@ def _mask_by_prefixes(chat: ChatFormat, record: Record, ids: list[int]) -> tuple
     return mask, rewritten
 
 
-def _without_end(ids: list[int], mask: list[bool], ends: frozenset[int]) -> tuple[list[int], list[bool]]:
-    """The chat up to the end-of-turn token after its last supervised turn, which the template wrote and not the target."""
-    last = max((place for place, supervised in enumerate(mask) if supervised), default=-1)
-    return (ids[:last], mask[:last]) if last >= 0 and ids[last] in ends else (ids, mask)
-
-
 def encode_record(chat: ChatFormat, record: Record) -> tuple[Document, int]:
     """Tokens and loss mask of one record, and its turns that the template rewrites.
 
@@ -186,14 +180,18 @@ def encode_record(chat: ChatFormat, record: Record) -> tuple[Document, int]:
         mask = [True] * len(ids)
     elif not record.messages:
         ids, mask = [], []
+    elif record.unfinished and record.messages[-1]["role"] == "assistant":
+        # What the target was given and what it wrote until it was cut off; the template would close thought and turn for it.
+        ids = chat.prompt(record.messages[:-1], record)
+        mask, rewritten = _mask_by_prefixes(chat, replace(record, messages=record.messages[:-1]), ids)
+        written = chat.ids(record.messages[-1]["content"])
+        ids, mask = ids + written, mask + [True] * len(written)
     elif MARKERS.search(str(chat.tokenizer.chat_template)):
         out = chat.render(record.messages, record, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
     else:
         ids = chat.ids(chat.text(record.messages, record))
         mask, rewritten = _mask_by_prefixes(chat, record, ids)
-    if record.unfinished:
-        ids, mask = _without_end(ids, mask, chat.ends)
     document = Document(record.name, torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.bool))
     return document, rewritten
 

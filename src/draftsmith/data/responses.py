@@ -32,7 +32,7 @@ class ResponseFile:
     def __enter__(self) -> "ResponseFile":
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._check_settings()
+            there = self.path.exists() and self.path.stat().st_size > 0
             self._file = FileIO(self.path, "a+")
         except OSError as error:
             raise UsageError(f"'{self.path}' cannot be written ({error.strerror}); give another file") from error
@@ -41,16 +41,24 @@ class ResponseFile:
         except BlockingIOError:
             self._file.close()
             raise UsageError(f"'{self.path}' is being written by another process; wait for it, or give another file") from None
-        self._recover()
+        try:
+            self._check_settings(there)
+            self._recover()
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._file is not None
         self._file.close()
 
-    def _check_settings(self) -> None:
+    def _check_settings(self, there: bool) -> None:
         if self._beside.is_file():
-            before = json.loads(self._beside.read_text(encoding="utf-8"))
+            try:
+                before = dict(json.loads(self._beside.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                raise UsageError(f"'{self._beside}' cannot be read ({error}); give another file for the responses") from None
             differences = [
                 f"{key} was {before.get(key)}, is now {self._settings.get(key)}"
                 for key in sorted({*before, *self._settings})
@@ -60,7 +68,7 @@ class ResponseFile:
                 raise UsageError(
                     f"'{self.path}' was begun otherwise: {'; '.join(differences)}; restore that, or give another file for the responses"
                 )
-        elif self.path.exists() and self.path.stat().st_size:
+        elif there:
             raise UsageError(f"'{self.path}' exists and was not begun by this command; give another file for the responses")
         else:
             aside = self._beside.with_name(f".{self._beside.name}.tmp")
@@ -93,7 +101,12 @@ class ResponseFile:
         assert self._file is not None
         if number in self.done:
             return
-        line = json.dumps({ROW: number, **row}, ensure_ascii=False).encode() + b"\n"
+        content = {ROW: number, **row}
+        try:
+            line = json.dumps(content, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError:
+            # Half of a pair of surrogates, which only an escape can hold.
+            line = json.dumps(content).encode() + b"\n"
         whole = self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(line) != len(line):
@@ -115,8 +128,14 @@ class ResponseFile:
         lines = self.path.read_bytes().splitlines(keepends=True)
         lines.sort(key=lambda line: json.loads(line)[ROW])
         aside = self.path.with_name(f".{self.path.name}.tmp")
-        with aside.open("wb") as file:
-            file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(self.path)
+        try:
+            with aside.open("wb") as file:
+                file.writelines(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(self.path)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise DataError(
+                f"'{self.path}' is whole but cannot be sorted ({error.strerror}); free some space and run again"
+            ) from error

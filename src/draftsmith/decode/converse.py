@@ -18,6 +18,12 @@ class Conversation:
     tokens: int
 
 
+def whole_part(history: Sequence[Message], tokens: int = 0) -> Conversation:
+    """What is whole of a conversation whose last question cannot be answered."""
+    ends = [place for place, message in enumerate(history, start=1) if message["role"] == "assistant"]
+    return Conversation(list(history[: max(ends, default=0)]), False, tokens)
+
+
 def converse(given: Sequence[Message]) -> Generator[list[Message], Written, Conversation]:
     """Yields the history before each answer and is sent what the target wrote; returns the whole.
 
@@ -37,7 +43,10 @@ def converse(given: Sequence[Message]) -> Generator[list[Message], Written, Conv
             break
         written = yield list(messages)
         tokens += written.tokens
-        messages.append({"role": "assistant", "content": written.text})
-        if not written.finished:
-            return Conversation(messages, True, tokens)
+        answer: Message = {"role": "assistant", "content": written.text}
+        answer |= {"reasoning_content": written.thought} if written.thought else {}
+        answer |= {"tool_calls": list(written.calls)} if written.calls else {}
+        messages.append(answer)
+        if not written.finished or written.calls:
+            return Conversation(messages, not written.finished, tokens)
     return Conversation(messages, False, tokens)

@@ -1,22 +1,26 @@
 """The target writes responses: many conversations in batches, greedily or by sampling."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
 from draftsmith.decode.acceptance import Sampling
+from draftsmith.decode.stream import UNFINISHED
 from draftsmith.target.load import Target
 
 
 class Written(NamedTuple):
-    """What the target wrote after a prompt, its end-of-turn token left out. finished: whether it came to an end by itself."""
+    """What the target wrote after a prompt, its end-of-turn token left out. finished: whether it came to an end by itself; thought and
+    calls: what a server took apart from the text, thoughts and calls of tools."""
 
     text: str
     finished: bool
     tokens: int
+    thought: str | None = None
+    calls: tuple[Any, ...] = ()
 
 
 class _Drawn(LogitsProcessor):
@@ -45,7 +49,8 @@ def write_batch(
     Ends early once `interrupted`, and then what it returns is worth nothing.
     """
     ends, longest = sorted(target.end_ids), max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), ends[0])
+    padding = ends[0] if ends else 0
+    ids = torch.full((len(prompts), longest), padding)
     mask = torch.zeros(len(prompts), longest, dtype=torch.long)
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
@@ -54,8 +59,8 @@ def write_batch(
         input_ids=ids.to(target.device),
         attention_mask=mask.to(target.device),
         max_new_tokens=max_new_tokens,
-        eos_token_id=ends,
-        pad_token_id=ends[0],
+        eos_token_id=ends or None,
+        pad_token_id=padding,
         stopping_criteria=[lambda ids, _scores: torch.full((ids.shape[0],), interrupted(), device=ids.device)],
         do_sample=False,
         logits_processor=[] if sampling is None else [_Drawn(sampling, target.device)],
@@ -64,6 +69,9 @@ def write_batch(
     for row in out[:, longest:].tolist():
         stop = next((place for place, token in enumerate(row) if token in target.end_ids), None)
         text = str(target.tokenizer.decode(row[:stop]))
+        if stop is None:
+            # The limit may have fallen into the middle of a character.
+            text = text.rstrip(UNFINISHED)
         answers.append(Written(text, stop is not None, len(row) if stop is None else stop + 1))
     return answers
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,14 @@ from draftsmith.decode.acceptance import Sampling
 from draftsmith.decode.respond import Written
 from draftsmith.errors import RefusedPromptError, ServerError
 
+JSON = {"Content-Type": "application/json"}
 TRIES = 6
 FIRST_WAIT_S = 1.0
 # What may pass by itself: busy, restarting, overloaded.
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 REFUSING = {400, 413, 422}
+# How a whole answer ends, in the words of several servers.
+ENDED = {"stop", "tool_calls", "function_call", "eos_token", "stop_sequence", "end_turn"}
 
 
 class ChatServer:
@@ -41,8 +45,10 @@ class ChatServer:
             self._settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
             # Not of the protocol, though most servers know it.
             self._settings |= {"top_k": sampling.top_k} if sampling.top_k else {}
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=httpx.Limits(max_connections=None))
+        headers = {"Authorization": f"Bearer {key}", **JSON} if key else JSON
+        # No proxy of the environment's: the key is for this server.
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
 
     async def __aenter__(self) -> "ChatServer":
         return self
@@ -58,21 +64,35 @@ class ChatServer:
     ) -> Written:
         """The model's next turn. Raises RefusedPromptError where the server says that this prompt cannot be answered, and ServerError
         where it cannot be asked at all, after having tried for a while."""
-        body: dict[str, Any] = {"model": self._model, "messages": list(messages), **self._settings}
+        # A server is not given its own thoughts back; it would drop them, or take them for words.
+        given = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
+        body: dict[str, Any] = {"model": self._model, "messages": given, **self._settings}
         body |= {"tools": list(tools)} if tools else {}
         body |= {"chat_template_kwargs": dict(options)} if options else {}
+        try:
+            sent = json.dumps(body, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise RefusedPromptError("not JSON", f"{error}") from error
+        if "seed" in body:
+            # The same question asked twice is two draws.
+            sent = json.dumps({**body, "seed": zlib.crc32(sent)}).encode()
         trouble = ""
         for attempt in range(TRIES):
             if attempt:
                 await asyncio.sleep(self._first_wait_s * 2 ** (attempt - 1))
             try:
-                answer = await self._client.post(f"{self._url}/chat/completions", json=body)
-            except (httpx.TransportError, httpx.InvalidURL) as error:
+                answer = await self._client.post(f"{self._url}/chat/completions", content=sent)
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
+                # Its words may hold the key.
+                raise ServerError(
+                    f"server {self._url} cannot be asked ({type(error).__name__}); check --server and --key-file"
+                ) from None
+            except httpx.TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
                 continue
             told = f"status {answer.status_code}: {' '.join(answer.text.split())[:300]}"
             if answer.status_code in REFUSING:
-                raise RefusedPromptError(told)
+                raise RefusedPromptError(f"status {answer.status_code}", told)
             if answer.status_code in PASSING:
                 trouble = told
                 continue
@@ -89,12 +109,19 @@ class ChatServer:
             choice = whole["choices"][0]
             message = choice["message"]
             text, thought = message.get("content") or "", message.get("reasoning_content") or message.get("reasoning")
+            calls = tuple(message.get("tool_calls") or ())
             tokens = int((whole.get("usage") or {}).get("completion_tokens") or 0)
-            finished = choice.get("finish_reason") != "length"
+            reason = choice.get("finish_reason")
         except (json.JSONDecodeError, LookupError, TypeError, AttributeError, ValueError) as error:
             raise ServerError(
                 f"server {self._url} answers with something else than a chat completion ({type(error).__name__}: {error}): "
                 f"{' '.join(answer.text.split())[:200]}; check that --server ends in /v1"
             ) from error
-        # The server took the thoughts apart; together they are what the target wrote.
-        return Written(f"<think>\n{thought.strip()}\n</think>\n\n{text}" if thought else text, finished, tokens)
+        if reason not in (*ENDED, "length"):
+            raise RefusedPromptError(f"ended by '{reason}'")
+        if reason == "length" and thought:
+            # What stood between thought and text is the server's knowledge; a whole answer the template can put together, this not.
+            raise RefusedPromptError("cut off at the limit after thoughts")
+        if not (text or thought or calls):
+            raise RefusedPromptError("empty answer")
+        return Written(text, reason != "length", tokens, thought, calls)

@@ -25,6 +25,7 @@ class Channel(Generic[T]):
         self._items: dict[int, T] = {}
         self._next = 0
         self._closed = False
+        self._waiting_since: float | None = None
         self._error: BaseException | None = None
         self._change = threading.Condition()
 
@@ -41,8 +42,9 @@ class Channel(Generic[T]):
     def get(self) -> T:
         """The next item in order, waiting for it; raises ChannelClosed, at once if the channel was closed with an error."""
         with self._change:
-            start = time.perf_counter()
+            self._waiting_since = start = time.perf_counter()
             self._change.wait_for(lambda: self._closed or self._next in self._items)
+            self._waiting_since = None
             self.get_wait_s += time.perf_counter() - start
             if self._error is not None or self._next not in self._items:
                 self._raise_if_closed()
@@ -50,6 +52,11 @@ class Channel(Generic[T]):
             self._next += 1
             self._change.notify_all()
             return item
+
+    def starved_s(self) -> float:
+        """Seconds that the consumer has been waiting by now; 0 if it is not."""
+        since = self._waiting_since
+        return 0.0 if since is None else time.perf_counter() - since
 
     def close(self, error: BaseException | None = None) -> None:
         """End the channel and wake every waiter. Without an error, items already inside can still be read."""

@@ -34,6 +34,8 @@ from draftsmith.pipeline.workers import (
 from draftsmith.types import Batch
 
 STOP_SECONDS = 4.0
+# How long drafters may starve after a stop was asked for, before their step is given up; and how often that is looked at.
+STARVED_S, POLL_S = 10.0, 0.2
 Emit = Callable[[str, Mapping[str, object]], None]
 Save = Callable[[int, Replica, str, frozenset[int]], None]
 Judge = Callable[[int, Mapping[str, object]], None]
@@ -135,6 +137,8 @@ class Coordinator:
         while step < self.job.plan.steps and not self.stop:
             self._release(step)
             done = self._await_step(step)
+            if not done:
+                break
             step += 1
             self._report(step, done)
             if step % self.job.checkpoint_every == 0 or step == self.job.plan.steps:
@@ -145,16 +149,22 @@ class Coordinator:
             self._await_evaluations(step)
         if saved != step:
             self._checkpoint(step)
-        return Outcome(step, self.stop.signal_number)
+        # Asked to stop when everything was done and saved: then it is done.
+        return Outcome(step, None if step == self.job.plan.steps else self.stop.signal_number)
 
     def _release(self, step: int) -> None:
         for drafter in self._drafters:
             drafter.commands.put(step)
 
     def _await_step(self, step: int) -> list[StepDone]:
+        """What each drafter reports of the step; nothing if a stop was asked for while they starve for states, and it was given up."""
         done: list[StepDone] = []
         while len(done) < len(self._drafters):
-            event = self._take()
+            event = self._take(POLL_S if self.stop else None)
+            if event is None:
+                if max(channel.starved_s() for channel in self._channels) > STARVED_S and self._give_up():
+                    return []
+                continue
             if isinstance(event, Compiling):
                 self._emit("phase", {"name": "compiling", "step": step})
             if isinstance(event, StepDone):
@@ -162,9 +172,27 @@ class Coordinator:
                 done.append(event)
         return sorted(done, key=lambda d: d.rank)
 
-    def _take(self) -> Event:
-        """The next event of a run that has begun; failures are raised, and evaluations seen to, whenever they come."""
-        event = self._events.get()
+    def _give_up(self) -> bool:
+        """End a step that no drafter can finish, since each step needs every pack: their weights are those of the step before. Whether all
+        of them stand still."""
+        for channel in self._channels:
+            channel.close(ChannelClosed("the run was stopped while it waited for hidden states"))
+        self._exchange.abort()
+        for drafter in self._drafters:
+            drafter.join(STOP_SECONDS)
+        if any(drafter.is_alive() for drafter in self._drafters):
+            raise PipelineError(
+                "a stop was asked for, but a drafter is stuck in the middle of a step; the last checkpoint stands"
+            )
+        return True
+
+    def _take(self, wait_s: float | None = None) -> Event | None:
+        """The next event of a run that has begun, or None if none comes in time; failures are raised, and evaluations seen to, whenever
+        they come."""
+        try:
+            event = self._events.get(timeout=wait_s)
+        except queue.Empty:
+            return None
         if isinstance(event, Failed):
             raise self._blame(event)
         if isinstance(event, Evaluated):
@@ -178,10 +206,6 @@ class Coordinator:
         """Have the drafter as it stands measured, once the one before is done."""
         if self._evaluator is None or self.stop:
             return
-        if self._next is not None:
-            self._emit(
-                "evaluation_skipped", {"step": self._next[0], "because": f"step {self._measured} was still being measured"}
-            )
         self._next = step, copy.deepcopy(self.job.replicas[0].drafter)
         self._start_measuring()
 

@@ -110,7 +110,11 @@ class Worker(threading.Thread):
                 torch.cuda.set_device(self._device)
             self.work()
         except BaseException as error:
-            self._events.put(Failed(self.name, error))
+            self.failed(error)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell whoever waits for this worker how it ended."""
+        self._events.put(Failed(self.name, error))
 
     def work(self) -> None:
         """The thread's whole job; returns when it is done."""

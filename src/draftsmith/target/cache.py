@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.errors import CaptureError, UsageError
-from draftsmith.target.cache_index import CURE, INDEX, CacheHeader, CacheIndex, Row
+from draftsmith.target.cache_index import CURE, CacheHeader, CacheIndex, Row
 from draftsmith.target.facts import TargetFacts, load_facts, save_facts
 from draftsmith.types import Document, HiddenStates, Tokens
 
@@ -85,33 +85,34 @@ class StateCache:
         self.folder, self.header, self._index = index.folder, index.header, index
         self._lock = threading.Lock()
         self._open: OrderedDict[str, Any] = OrderedDict()
-        self._verified: set[str] = set()
+        self._verified: dict[str, str] = {}
         self._waiting: dict[tuple[str, int], tuple[str, Tensor]] = {}
         self._waiting_bytes = 0
 
     @classmethod
     def create(cls, folder: Path, header: CacheHeader, facts: TargetFacts, documents: Sequence[Document]) -> "StateCache":
         """The cache in a folder, made if it is not there. Raises UsageError if what is there was made of something else."""
-        if (folder / INDEX).is_file():
-            cache = cls.open(folder)
-            cache._index.claim()
+        index, new = CacheIndex.claimed(folder, header)
+        if not new:
             differences = [
                 DIFFERS.get(key, f"{key} was {value}, is now {getattr(header, key)}")
-                for key, value in vars(cache.header).items()
+                for key, value in vars(index.header).items()
                 if key != "data" and value != getattr(header, key)
             ]
             if differences:
+                index.release()
                 raise UsageError(
                     f"cache '{folder}' was made of something else: {'; '.join(differences)}; restore that, or name another folder"
                 )
-            return cache
+            return cls(index)
         save_facts(folder / FACTS, facts)
         ids, mask = torch.cat([d.ids for d in documents]), torch.cat([d.loss_mask for d in documents])
         lengths = torch.tensor([d.ids.numel() for d in documents])
         names = json.dumps([d.name for d in documents])
         save_file({"ids": ids, "loss_mask": mask, "lengths": lengths}, folder / DOCUMENTS, metadata={"names": names})
         # Last, so that a folder with an index has the rest.
-        return cls(CacheIndex.create(folder, header))
+        index.begin()
+        return cls(index)
 
     @classmethod
     def open(cls, folder: Path) -> "StateCache":
@@ -168,7 +169,6 @@ class StateCache:
         """Take a shard out of the index and off the disk."""
         with self._lock:
             self._index.forget(shard)
-            self._verified.discard(shard)
             self._open.pop(shard, None)
             (self.folder / shard).unlink(missing_ok=True)
 
@@ -197,6 +197,10 @@ class StateCache:
         pack = _pack_digest(tokens)
         columns = [hidden.features] if hidden.final is None else [hidden.features, hidden.final]
         states = torch.cat([c.cpu() for c in columns], dim=1)
+        if states.shape[1] != self.header.columns:
+            raise CaptureError(
+                f"cache '{self.folder}' holds {self.header.columns} values a token, but {states.shape[1]} were captured"
+            )
         with self._lock:
             for place, part in enumerate(parts(tokens)):
                 self._waiting[pack, place] = (digest(tokens.ids[part]), states[part].clone())
@@ -210,8 +214,8 @@ class StateCache:
         with self._lock:
             if not self._waiting:
                 return
-            taken = [int(name.split("-")[1].split(".")[0]) for name in self._index.hashes]
-            name = f"states-{max(taken, default=-1) + 1:05}.safetensors"
+            self._index.claim()
+            name = self._index.free_name()
             rows, start = [], 0
             for (pack, place), (document, states) in self._waiting.items():
                 rows.append((pack, place, document, start, states.shape[0]))
@@ -229,8 +233,17 @@ class StateCache:
                 raise CaptureError(
                     f"shard '{self.folder / name}' cannot be written ({error}); free some space and run again"
                 ) from error
-            self._verified.add(name)
+            self._verified[name] = sha256
             self._waiting, self._waiting_bytes = {}, 0
+
+    def close(self) -> None:
+        """Write what waits, and let others write."""
+        self.flush()
+        self._index.release()
+
+    def covers(self, tokens: Tokens) -> bool:
+        """Whether every document of the pack has states, be it from this pack or another."""
+        return None not in self._rows(tokens)
 
     def require_space(self, tokens: int) -> None:
         """Raise CaptureError unless the states of so many more tokens fit on the disk."""
@@ -263,10 +276,10 @@ class StateCache:
                 yield None if row is None else self._shard(row.shard).get_slice("states")[row.start : row.start + row.tokens]
 
     def _is_sound(self, name: str) -> bool:
-        path = self.folder / name
-        if name not in self._verified and path.is_file() and _file_digest(path) == self._index.hashes[name]:
-            self._verified.add(name)
-        return name in self._verified and path.is_file()
+        path, wanted = self.folder / name, self._index.hashes[name]
+        if self._verified.get(name) != wanted and path.is_file() and _file_digest(path) == wanted:
+            self._verified[name] = wanted
+        return self._verified.get(name) == wanted and path.is_file()
 
     def _shard(self, name: str) -> Any:
         """A shard opened for reading, checked once."""

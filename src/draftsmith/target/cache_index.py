@@ -3,13 +3,15 @@
 import fcntl
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from draftsmith.errors import CaptureError, UsageError
 
-INDEX = "index.jsonl"
+INDEX, LOCK = "index.jsonl", "draftsmith-cache.lock"
+SHARD = re.compile(r"states-\d{5,}\.safetensors")
 VERSION = 1
 CURE = "run `draftsmith cache` again with the same configuration: it makes what is missing or damaged"
 
@@ -57,11 +59,29 @@ class CacheIndex:
         self._writer: BinaryIO | None = None
 
     @classmethod
-    def create(cls, folder: Path, header: CacheHeader) -> "CacheIndex":
-        """A new index that holds no shard."""
-        index = cls(folder, header)
-        index._append({"version": VERSION, **asdict(header)})
-        return index
+    def claimed(cls, folder: Path, header: CacheHeader) -> tuple["CacheIndex", bool]:
+        """The index of a folder that nobody else writes to from here on, and whether it is new and not on the disk yet. Raises UsageError
+        for a folder that another process writes to, or that holds something else."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            names = {path.name for path in folder.iterdir()}
+            if names and LOCK not in names and INDEX not in names:
+                raise UsageError(
+                    f"hidden_states.folder '{folder}' holds other files ({', '.join(sorted(names)[:4])}); name a folder of its own"
+                )
+            index = cls(folder, header)
+            index._lock()
+        except OSError as error:
+            raise UsageError(f"hidden_states.folder '{folder}' cannot be written ({error.strerror}); name another") from error
+        if not (folder / INDEX).is_file():
+            return index, True
+        there = cls.open(folder)
+        there._writer = index._writer
+        return there, False
+
+    def begin(self) -> None:
+        """Make the index of a new cache, which holds no shard."""
+        self._append({"version": VERSION, **asdict(self.header)})
 
     @classmethod
     def open(cls, folder: Path) -> "CacheIndex":
@@ -99,17 +119,31 @@ class CacheIndex:
         self._record({"forget": shard})
 
     def claim(self) -> None:
-        """Be the one process that writes. The claim goes with the process. Raises UsageError if another holds it."""
+        """Be the one process that writes, and know all that others have written. The claim goes with the process. Raises UsageError if
+        another holds it."""
         if self._writer is None:
-            writer = (self.folder / "writer.lock").open("ab")
-            try:
-                fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                writer.close()
-                raise UsageError(
-                    f"cache '{self.folder}' is being written by another process; wait for it, stop it, or name another hidden_states.folder"
-                ) from None
-            self._writer = writer
+            self._lock()
+            if (self.folder / INDEX).is_file():
+                now = CacheIndex.open(self.folder)
+                self.hashes, self.exact, self.by_document = now.hashes, now.exact, now.by_document
+
+    def _lock(self) -> None:
+        writer = (self.folder / LOCK).open("ab")
+        try:
+            fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            writer.close()
+            raise UsageError(
+                f"cache '{self.folder}' is being written by another process; wait for it, stop it, or name another hidden_states.folder"
+            ) from None
+        self._writer = writer
+
+    def free_name(self) -> str:
+        """A name for the next shard, which nothing bears."""
+        number = 0
+        while (name := f"states-{number:05}.safetensors") in self.hashes or (self.folder / name).exists():
+            number += 1
+        return name
 
     def release(self) -> None:
         """Give up the claim."""
@@ -138,15 +172,14 @@ class CacheIndex:
 
     def _enter(self, line: dict[str, Any]) -> None:
         """Let the maps know a line."""
-        if "forget" in line:
-            gone = line["forget"]
-            self.hashes.pop(gone, None)
-            self.exact = {key: row for key, row in self.exact.items() if row.shard != gone}
-            self.by_document = {key: row for key, row in self.by_document.items() if row.shard != gone}
-            return
-        name = str(line["shard"])
-        if Path(name).name != name or not name.startswith("states-"):
+        name = str(line["forget"] if "forget" in line else line["shard"])
+        if not SHARD.fullmatch(name):
             raise ValueError(f"'{name}' is no name of a shard")
+        if self.hashes.pop(name, None) is not None:
+            self.exact = {key: row for key, row in self.exact.items() if row.shard != name}
+            self.by_document = {key: row for key, row in self.by_document.items() if row.shard != name}
+        if "forget" in line:
+            return
         self.hashes[name] = str(line["sha256"])
         for pack, place, document, start, tokens in line["documents"]:
             row = Row(name, int(start), int(tokens))

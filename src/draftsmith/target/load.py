@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from draftsmith.errors import TargetError
 from draftsmith.target.facts import TargetFacts
 
 M = TypeVar("M", bound=nn.Module)
+# Keys of a configuration that change nothing of what a model computes.
+NOT_THE_MODEL = {"transformers_version", "dtype", "torch_dtype", "architectures", "name_or_path", "use_cache"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -82,15 +85,19 @@ def _wrap(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: tor
     decoder, path = _hook_points(name, model, given)
     blocks = find_blocks(model, path)
     ends, end_ids = _ends(name, model, decoder, blocks), _end_ids(tokenizer, model.generation_config)
-    digest = _digest(ends, blocks)
+    # Penalties and the like, which some targets bring along, would make "greedy" mean something else here than when drafts are checked.
+    model.generation_config = GenerationConfig(eos_token_id=sorted(end_ids) or None)
+    digest = _digest(ends, model)
     return Target(name, tokenizer, ends, end_ids, model.config, len(blocks), digest, model, device, decoder, path)
 
 
-def _digest(ends: FrozenEnds, blocks: nn.ModuleList) -> str:
-    """SHA-256 over the first rows of embedding, head and every block's first weights."""
-    digest = hashlib.sha256()
-    for tensor in (ends.embedding, ends.head, *(next(block.parameters()) for block in blocks)):
-        digest.update(tensor.detach().flatten()[:4096].float().cpu().numpy().tobytes())
+def _digest(ends: FrozenEnds, model: PreTrainedModel) -> str:
+    """SHA-256 over a sample of every parameter and over what the configuration says of the computation."""
+    told = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_") and key not in NOT_THE_MODEL}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+    for tensor in (ends.embedding, ends.head, *model.parameters(), *model.buffers()):
+        flat = tensor.detach().flatten()
+        digest.update(flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

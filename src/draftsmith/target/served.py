@@ -93,6 +93,7 @@ class StatesFromFiles:
         self._files: dict[str, Path] = {}
         for path in sorted(folder.rglob("*.safetensors")):
             try:
+                _await_writer(path)
                 with safe_open(path, framework="pt") as file:
                     self._files[digest(file.get_tensor("token_ids").long())] = path
             except (OSError, SafetensorError) as error:
@@ -143,7 +144,7 @@ class StatesFromServer:
         return hidden
 
     async def _ask_for(self, tokens: Tokens) -> list[Path]:
-        async with httpx.AsyncClient(timeout=600.0) as client:
+        async with httpx.AsyncClient(timeout=600.0, trust_env=False) as client:
             return await asyncio.gather(*(self._path(client, tokens.ids[part].tolist()) for part in parts(tokens)))
 
     async def _path(self, client: httpx.AsyncClient, ids: list[int]) -> Path:

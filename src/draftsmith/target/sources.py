@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from draftsmith.errors import CaptureError, TargetError
+from draftsmith.errors import CaptureError, TargetError, UsageError
 from draftsmith.target.cache import DamagedShardError, StateCache
 from draftsmith.target.capture import Capture
 from draftsmith.types import HiddenStates, Tokens
@@ -41,18 +41,32 @@ class CachedStates:
         while True:
             try:
                 found = self._cache.get(tokens)
-                break
             except DamagedShardError as error:
                 damaged = error
+                capture = self._live_capture(str(error))
                 self._say(f"{str(error).partition(';')[0]}; it is made anew")
-                self._cache.forget(error.shard)
-        if found is not None:
-            return found
+                if not self._forget(error.shard):
+                    return capture(tokens)
+                continue
+            if found is not None:
+                return found
+            hidden = self._live_capture(str(damaged or f"cached hidden states: {tokens.names[0]} has none"))(tokens)
+            self._cache.put(tokens, hidden)
+            return hidden
+
+    def _live_capture(self, why: str) -> Capture:
         if self._capture is None:
             try:
                 self._capture = self._live()
             except TargetError as error:
-                raise CaptureError(f"{damaged or tokens.names[0]}. Here that failed: {error}") from error
-        hidden = self._capture(tokens)
-        self._cache.put(tokens, hidden)
-        return hidden
+                raise CaptureError(f"{why}. Here that failed: {error}") from error
+        return self._capture
+
+    def _forget(self, shard: str) -> bool:
+        """Whether this process may write to the cache, and has given the shard up."""
+        try:
+            self._cache.forget(shard)
+        except (UsageError, OSError) as error:
+            self._say(f"states     {self._cache.folder} cannot be written here ({error}); it is left as it is")
+            return False
+        return True
