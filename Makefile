@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready-base
 PEERS := $(VENV)/.ready-peers
 
-.PHONY: demo test test-kill test-faults test-sampling test-wheel test-torch check format wheel lock clean
+.PHONY: demo test test-kill test-faults test-sampling test-wheel test-torch bench-smollm2 check format wheel lock clean
 
 demo: $(READY)
 	$(BIN)/draftsmith launch --run runs/demo --until start -- demo
@@ -29,6 +29,10 @@ test-sampling: $(READY)
 # Every fault of runs, a real sshd (as root, with openssh-server), 100 random kills: at most 25 minutes, its last line counts.
 test-faults: $(READY)
 	$(BIN)/python -m tests.faults
+
+# The whole way on a real target (hours on a CPU); goes on where it was, and each stage can be run alone with --only.
+bench-smollm2: $(READY) $(PEERS)
+	$(BIN)/python -m benchmarks.smollm2
 
 # Format, lint, types and the fast tests.
 check: $(READY) $(PEERS)
