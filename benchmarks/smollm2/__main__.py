@@ -90,7 +90,13 @@ class Programme:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         aside = self.folder / "target.partial"
-        AutoModelForCausalLM.from_pretrained(self.folder, gguf_file=GGUF, dtype="float32").save_pretrained(aside)
+        read = AutoModelForCausalLM.from_pretrained(self.folder, gguf_file=GGUF, dtype="float32")
+        # The library will not save what was quantized once, though by now it is plain fp32.
+        del read.config.quantization_config
+        plain = AutoModelForCausalLM.from_config(read.config, dtype="float32")
+        plain.load_state_dict(read.state_dict())
+        plain.generation_config = read.generation_config
+        plain.save_pretrained(aside)
         AutoTokenizer.from_pretrained(self.folder, gguf_file=GGUF).save_pretrained(aside)
         aside.rename(self.target)
 

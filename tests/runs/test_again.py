@@ -169,7 +169,7 @@ def test_a_request_between_two_starts_ends_it_and_one_during_a_start_reaches_the
         print(again.keep_going(["false"], 3, lambda: os.kill(os.getpid(), 15) or 1, print))
         heard = pathlib.Path(sys.argv[1])
         child = f"import signal, sys, time; signal.signal(15, lambda *_: (open({str(heard)!r}, 'a').write('x'), time.sleep(1), sys.exit(143)));" \
-            f"open({str(heard) + '-up'!r}, 'w'); time.sleep(60)"
+            f"import os; os.mknod({str(heard) + '-up'!r}); time.sleep(60)"
         class Slow(subprocess.Popen):
             def __init__(self, *words):
                 super().__init__(*words)
