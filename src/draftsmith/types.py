@@ -38,6 +38,11 @@ class Tokens:
     names: tuple[str, ...]
 
     @property
+    def filled(self) -> int:
+        """Positions that hold a document's token, not padding."""
+        return sum(self.lengths)
+
+    @property
     def bucket(self) -> int:
         """Context length S of this pack."""
         return self.ids.numel()

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -174,18 +175,24 @@ def test_the_command_line_caches_and_trains(own: Config, tmp_path: Path, capsys:
     assert "read from" in draftsmith("train", states, "hidden_states.source=cached", "train.max_steps=2")
 
 
+def at_call(number: int, act: Callable[[], None]) -> tuple[Callable[[Capture, Tokens], HiddenStates], list[int]]:
+    """A capture that does something at one of its calls, and how many there were."""
+    original, calls = Capture.__call__, [0]
+
+    def counted(self: Capture, tokens: Tokens) -> HiddenStates:
+        calls[0] += 1
+        if calls[0] == number:
+            act()
+        return original(self, tokens)
+
+    return counted, calls
+
+
 def test_a_stop_keeps_what_was_captured_and_the_next_call_goes_on(
     own: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = with_states(own, "cached", tmp_path / "cache", tmp_path / "run")
-    original, calls = Capture.__call__, [0]
-
-    def stopping(self: Capture, tokens: Tokens) -> HiddenStates:
-        calls[0] += 1
-        if calls[0] == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, tokens)
-
+    stopping, calls = at_call(4, lambda: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.setattr(Capture, "__call__", stopping)
     said: list[str] = []
     assert fill_cache(cached, dry_run=False, say=said.append).signal_number == signal.SIGTERM
@@ -202,14 +209,11 @@ def test_a_failing_capture_is_named_and_what_was_written_stays(
     own: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cached = with_states(own, "cached", tmp_path / "cache", tmp_path / "run")
-    original, calls = Capture.__call__, [0]
 
-    def failing(self: Capture, tokens: Tokens) -> HiddenStates:
-        calls[0] += 1
-        if calls[0] == 5:
-            raise ValueError("on purpose")
-        return original(self, tokens)
+    def fail() -> None:
+        raise ValueError("on purpose")
 
+    failing, _ = at_call(5, fail)
     with monkeypatch.context() as patch:
         patch.setattr(Capture, "__call__", failing)
         with pytest.raises(PipelineError, match="target-0 failed: ValueError: on purpose"):

@@ -396,6 +396,18 @@ def evaluating_config(config: Config, steps: int, every: int) -> Config:
     return parse_config(tree, "test")
 
 
+def setting_at(step: int, saved: threading.Event) -> type[build.RunEvents]:
+    """Events of a run that set `saved` once the checkpoint of a step is on the disk."""
+
+    class Watch(build.RunEvents):
+        def emit(self, kind: str, fields: dict) -> None:  # type: ignore[override]
+            super().emit(kind, fields)
+            if kind == "checkpoint" and fields["step"] == step:
+                saved.set()
+
+    return Watch
+
+
 def test_training_goes_on_while_a_copy_is_measured(small_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first evaluation is held until training has done all its steps; those asked for meanwhile give way to the last."""
     config, last = evaluating_config(small_config, 12, 2), threading.Event()
@@ -407,14 +419,8 @@ def test_training_goes_on_while_a_copy_is_measured(small_config: Config, monkeyp
         measured.append(next(speculator.drafter.parameters()).clone())  # type: ignore[attr-defined]
         return 1.0 + len(measured)
 
-    class Watch(build.RunEvents):
-        def emit(self, kind: str, fields: dict) -> None:  # type: ignore[override]
-            super().emit(kind, fields)
-            if kind == "checkpoint" and fields["step"] == 12:
-                last.set()
-
     monkeypatch.setattr(build, "measure_tau", held)
-    monkeypatch.setattr(build, "RunEvents", Watch)
+    monkeypatch.setattr(build, "RunEvents", setting_at(12, last))
     build.train(config, resume=None, say=quiet)
     assert [row["step"] for row in metrics(config, "evaluation")] == [2, 12]
     assert [row["step"] for row in metrics(config, "evaluation_skipped")] == [4, 6, 8, 10]
@@ -434,14 +440,8 @@ def test_a_checkpoint_that_is_being_measured_can_still_become_the_best(
         assert last.wait(30)
         return next(taus)
 
-    class Watch(build.RunEvents):
-        def emit(self, kind: str, fields: dict) -> None:  # type: ignore[override]
-            super().emit(kind, fields)
-            if kind == "checkpoint" and fields["step"] == 8:
-                last.set()
-
     monkeypatch.setattr(build, "measure_tau", held)
-    monkeypatch.setattr(build, "RunEvents", Watch)
+    monkeypatch.setattr(build, "RunEvents", setting_at(8, last))
     build.train(config, resume=None, say=quiet)
     best = Path(config.run.dir) / "checkpoint-best"
     assert best.readlink() == Path("checkpoint-2")

@@ -19,7 +19,7 @@ from draftsmith.config import Config, parse_config
 from draftsmith.data.packing import pack
 from draftsmith.errors import CaptureError, ConfigError, PipelineError
 from draftsmith.pipeline import coordinator as coordinating
-from draftsmith.target import served
+from draftsmith.target import asking, served
 from draftsmith.target.capture import Capture
 from draftsmith.target.load import Target
 from draftsmith.target.served import StateFiles, StatesFromFiles, StatesFromServer
@@ -236,7 +236,7 @@ def test_a_server_that_dies_stops_the_run_by_name(
 ) -> None:
     kind, url = server
     kind.trouble = 10**6
-    monkeypatch.setattr(served, "TRIES", 1)
+    monkeypatch.setattr(asking, "TRIES", 1)
     shared = {"source": "server", "url": url, "model": "served", "folder": str(tmp_path / "shared")}
     with pytest.raises(PipelineError, match=r"target-0 failed: CaptureError: hidden_states.url .* gives no states"):
         building.train(with_source(target_folder, tmp_path, "run", shared), resume=None, say=quiet)

@@ -41,7 +41,7 @@ def fill_cache(config: Config, *, dry_run: bool, say: Say) -> Outcome:
 
 
 def _tokens(packs: list[Tokens]) -> int:
-    return sum(sum(tokens.lengths) for tokens in packs)
+    return sum(tokens.filled for tokens in packs)
 
 
 def _fill(run: Resolved, cache: StateCache, left: list[Tokens], say: Say, reporter: RunReporter) -> Outcome:
@@ -51,7 +51,7 @@ def _fill(run: Resolved, cache: StateCache, left: list[Tokens], say: Say, report
     def keep(number: int, hidden: HiddenStates) -> None:
         nonlocal told, seen
         cache.put(left[number], hidden)
-        seen += _tokens([left[number]])
+        seen += left[number].filled
         now = time.perf_counter()
         if now - told >= EVERY_S or number + 1 == len(left):
             told = now
@@ -61,7 +61,8 @@ def _fill(run: Resolved, cache: StateCache, left: list[Tokens], say: Say, report
             reporter.phase("preparing", step=number + 1, steps=len(left))
 
     reporter.phase("preparing", step=0, steps=len(left))
-    sources = [Capture(target, run.drafter.target_layer_ids, final=run.config.train.loss == "kl") for target in run.targets]
+    ids, final = run.drafter.target_layer_ids, cache.header.final
+    sources = [Capture(target, ids, final=final) for target in run.targets]
     stop = StopRequest()
     try:
         with stop_on_signals(stop):

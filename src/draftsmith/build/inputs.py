@@ -13,7 +13,7 @@ from draftsmith.data.files import is_there
 from draftsmith.draft.model import DrafterConfig
 from draftsmith.errors import CaptureError, ConfigError, TargetError
 from draftsmith.target.cache import StateCache, documents_digest
-from draftsmith.target.cache_index import INDEX, CacheHeader
+from draftsmith.target.cache_index import INDEX, CacheHeader, read_header
 from draftsmith.target.facts import TargetFacts
 from draftsmith.target.load import DTYPES, Target, load_target
 from draftsmith.types import Document
@@ -104,7 +104,7 @@ def cached_day(config: Config) -> date | None:
     section = config.hidden_states
     if section.source not in ("hybrid", "cached") or section.folder is None or not (Path(section.folder) / INDEX).is_file():
         return None
-    return date.fromisoformat(str(StateCache.open(Path(section.folder)).header.data.get("day", date.today().isoformat())))
+    return date.fromisoformat(str(read_header(Path(section.folder)).data.get("day", date.today().isoformat())))
 
 
 def load_again(config: Config, device: torch.device, facts: TargetFacts) -> Target:

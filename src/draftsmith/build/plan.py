@@ -17,6 +17,7 @@ from draftsmith.draft.model import FULL, Drafter, DrafterConfig, default_target_
 from draftsmith.errors import ConfigError
 from draftsmith.pipeline.plan import Plan, total_steps
 from draftsmith.pipeline.step import StepSettings
+from draftsmith.target.cache_index import token_bytes
 from draftsmith.target.facts import TargetFacts
 from draftsmith.target.load import DTYPES, Target, choose_mask_token
 from draftsmith.types import Tokens
@@ -163,11 +164,13 @@ class Resolved:
     def states(self) -> str:
         """Where hidden states come from, in words."""
         section = self.config.hidden_states
-        if section.source in ("live", "server"):
-            return {"live": "live", "server": f"asked of {section.url}"}[section.source]
-        tokens = sum(sum(p.lengths) for p in self.packs)
-        columns = self.facts.hidden_size * (len(self.drafter.target_layer_ids) + (self.config.train.loss == "kl"))
-        size = tokens * columns * DTYPES[self.config.target.dtype].itemsize / 1e9
+        if section.source == "live":
+            return "live"
+        if section.source == "server":
+            return f"asked of {section.url}"
+        ids, final = self.drafter.target_layer_ids, self.config.train.loss == "kl"
+        each = token_bytes(ids, self.facts.hidden_size, DTYPES[self.config.target.dtype], final=final)
+        size = sum(p.filled for p in self.packs) * each / 1e9
         told = "live the first time, then from" if section.source == "hybrid" else "read from"
         return f"{told} {section.folder}, {size:.2f} GB"
 

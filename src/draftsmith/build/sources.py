@@ -43,5 +43,5 @@ def make_sources(run: Resolved, say: Say) -> tuple[Sequence[StateSource], StateC
     for shard in cache.missing():
         say(f"states     shard {shard} is missing from {cache.folder}; it is made anew")
         cache.forget(shard)
-    cache.require_space(sum(sum(tokens.lengths) for tokens in run.packs if not cache.covers(tokens)))
+    cache.require_space(sum(tokens.filled for tokens in run.packs if not cache.covers(tokens)))
     return [CachedStates(cache, partial(capture, target), say, target.device) for target in run.targets], cache

@@ -117,8 +117,8 @@ class ChatFormat:
         return self.ids(self.text(messages, like, opened=True))
 
 
-def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Length of the common prefix."""
+def common_prefix(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many items two sequences have in common from their start."""
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -129,7 +129,7 @@ def _span(ids: list[int], start: list[int], stop: list[int], ends: frozenset[int
     """
     if ids[: len(start)] != start:
         return None
-    shared = _common(ids, stop)
+    shared = common_prefix(ids, stop)
     end = next((place for place in range(len(start), shared) if ids[place] in ends), None)
     if end is not None:
         # What follows the end-of-turn token, often a newline, is the template's and never the target's.
@@ -161,7 +161,7 @@ def _mask_by_prefixes(chat: ChatFormat, record: Record, ids: list[int]) -> tuple
             continue
         before, after = chat.text(messages[:turn], record, opened=True), chat.text(messages[: turn + 1], record)
         span = None
-        if _says(message, after[_common(before, after) :]):
+        if _says(message, after[common_prefix(before, after) :]):
             span = _span(ids, chat.ids(before), chat.ids(after), chat.ends)
         rewritten += span is None
         for place in span or ():

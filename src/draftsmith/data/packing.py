@@ -73,5 +73,5 @@ def pack(documents: list[Document], buckets: list[int], seed: int) -> tuple[list
         bucket = min(b for b in buckets if b >= used)
         per_bucket[bucket] += 1
         packs.append(_lay_out(members, bucket))
-    tokens = sum(sum(p.lengths) for p in packs)
+    tokens = sum(p.filled for p in packs)
     return packs, PackingReport(len(packs), tokens, sum(p.bucket for p in packs) - tokens, per_bucket)

@@ -18,10 +18,10 @@ class Conversation:
     tokens: int
 
 
-def whole_part(history: Sequence[Message], tokens: int = 0) -> Conversation:
-    """What is whole of a conversation whose last question cannot be answered."""
+def whole_part(history: Sequence[Message]) -> Conversation:
+    """What is whole of a conversation whose last question cannot be answered; its tokens are not counted."""
     ends = [place for place, message in enumerate(history, start=1) if message["role"] == "assistant"]
-    return Conversation(list(history[: max(ends, default=0)]), False, tokens)
+    return Conversation(list(history[: max(ends, default=0)]), False, 0)
 
 
 def converse(given: Sequence[Message]) -> Generator[list[Message], Written, Conversation]:
@@ -38,7 +38,7 @@ def converse(given: Sequence[Message]) -> Generator[list[Message], Written, Conv
         if message["role"] != "assistant":
             messages.append(message)
             continue
-        if not messages or messages[-1]["role"] not in ("user", "tool"):
+        if not messages or messages[-1]["role"] != "user":
             # An opening or doubled answer replies to nobody.
             break
         written = yield list(messages)

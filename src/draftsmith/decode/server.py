@@ -1,6 +1,5 @@
 """Responses from any server that speaks OpenAI's chat protocol (vLLM, SGLang, transformers serve, llama.cpp, …)."""
 
-import asyncio
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -11,10 +10,8 @@ import httpx
 from draftsmith.decode.acceptance import Sampling
 from draftsmith.decode.respond import Written
 from draftsmith.errors import RefusedPromptError, ServerError
+from draftsmith.target.asking import FIRST_WAIT_S, TRIES, CannotAsk, NoAnswer, ask, told
 
-JSON = {"Content-Type": "application/json"}
-TRIES = 6
-FIRST_WAIT_S = 1.0
 # What may pass by itself: busy, restarting, overloaded.
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 REFUSING = {400, 413, 422}
@@ -45,7 +42,7 @@ class ChatServer:
             self._settings |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "seed": sampling.seed}
             # Not of the protocol, though most servers know it.
             self._settings |= {"top_k": sampling.top_k} if sampling.top_k else {}
-        headers = {"Authorization": f"Bearer {key}", **JSON} if key else JSON
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         # No proxy of the environment's: the key is for this server.
         limits = httpx.Limits(max_connections=None)
         self._client = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits, trust_env=False)
@@ -76,32 +73,25 @@ class ChatServer:
         if "seed" in body:
             # The same question asked twice is two draws.
             sent = json.dumps({**body, "seed": zlib.crc32(sent)}).encode()
-        trouble = ""
-        for attempt in range(TRIES):
-            if attempt:
-                await asyncio.sleep(self._first_wait_s * 2 ** (attempt - 1))
-            try:
-                answer = await self._client.post(f"{self._url}/chat/completions", content=sent)
-            except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
-                # Its words may hold the key.
-                raise ServerError(
-                    f"server {self._url} cannot be asked ({type(error).__name__}); check --server and --key-file"
-                ) from None
-            except httpx.TransportError as error:
-                trouble = f"{type(error).__name__}: {error}"
-                continue
-            told = f"status {answer.status_code}: {' '.join(answer.text.split())[:300]}"
-            if answer.status_code in REFUSING:
-                raise RefusedPromptError(f"status {answer.status_code}", told)
-            if answer.status_code in PASSING:
-                trouble = told
-                continue
-            if answer.status_code != 200:
-                raise ServerError(f"server {self._url} answers with {told}; check --server, --model and --key-file")
-            return self._read(answer)
-        raise ServerError(
-            f"server {self._url} did not answer {TRIES} times ({trouble}); see that it runs and try again: what was written is kept"
-        )
+        try:
+            answer = await ask(
+                self._client,
+                f"{self._url}/chat/completions",
+                sent,
+                passes=PASSING.__contains__,
+                first_wait_s=self._first_wait_s,
+            )
+        except CannotAsk as error:
+            raise ServerError(f"server {self._url} cannot be asked ({error}); check --server and --key-file") from None
+        except NoAnswer as error:
+            raise ServerError(
+                f"server {self._url} did not answer {TRIES} times ({error}); see that it runs and try again: what was written is kept"
+            ) from None
+        if answer.status_code in REFUSING:
+            raise RefusedPromptError(f"status {answer.status_code}", told(answer))
+        if answer.status_code != 200:
+            raise ServerError(f"server {self._url} answers with {told(answer)}; check --server, --model and --key-file")
+        return self._read(answer)
 
     def _read(self, answer: httpx.Response) -> Written:
         try:

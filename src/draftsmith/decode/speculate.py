@@ -34,13 +34,14 @@ class Decoded:
         return sum(self.kept) / len(self.kept) if self.kept else 0.0
 
 
-class _DraftCache:
+class DraftCache:
     """The drafter's context keys and values, grown by accepted positions only: block slots never enter it."""
 
     def __init__(self) -> None:
         self.layers: list[KeyValue] = []
 
     def extend(self, new: list[KeyValue]) -> None:
+        """Keys and values of further positions, one pair a layer."""
         if not self.layers:
             self.layers = new
             return
@@ -124,7 +125,7 @@ class Speculator:
         features = self._recorder.take(self.config.hidden_size)
         return logits, features if self._features is None else self._features(features)
 
-    def _draft(self, cache: _DraftCache, features: Tensor, seen: int, token: int, slots: int) -> Tensor:
+    def _draft(self, cache: DraftCache, features: Tensor, seen: int, token: int, slots: int) -> Tensor:
         """Logits [slots - 1, V] for the tokens after `token`, which stands at position `seen`; the features lead up to it."""
         device = self.target.device
         # The drafter computes in its caller's dtype; the target's states decide it.
@@ -156,7 +157,7 @@ class Speculator:
         """The answer as it comes: the first token, then what each check keeps. The stop token, if one comes, is the last."""
         check_prompt(self.target, prompt)
         policy = policy_for(sampling, self.target.device)
-        target_cache, draft_cache = TargetCache(self._model.config), _DraftCache()
+        target_cache, draft_cache = TargetCache(self._model.config), DraftCache()
         # A generator must not leave inference mode on while its caller runs.
         with torch.inference_mode():
             logits, features = self._pass(prompt, target_cache, keep=1)

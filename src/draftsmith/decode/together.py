@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from draftsmith.decode.acceptance import Policy, Sampling
-from draftsmith.decode.speculate import Decoded, Speculator, check_prompt, policy_for
+from draftsmith.decode.speculate import Decoded, DraftCache, Speculator, check_prompt, policy_for
 from draftsmith.draft.model import KeyValue
 
 
@@ -41,7 +41,7 @@ class _Batch:
     def __init__(self, speculator: Speculator, rows: list[_Row]) -> None:
         self._spec, self.rows = speculator, rows
         self._cache = DynamicCache(config=speculator.target.model.config)
-        self._context: list[KeyValue] = []
+        self._context = DraftCache()
         self._columns = 0
 
     @property
@@ -64,7 +64,7 @@ class _Batch:
         seen = self._visible(lengths, longest)
         positions = (torch.arange(longest, device=self.device) - (longest - lengths[:, None])).clamp(min=0)
         logits, features = self._spec.run(ids.to(self.device), self._cache, positions, seen.long(), keep=1)
-        self._context = self._spec.drafter.encode_context(features, positions)
+        self._context.extend(self._spec.drafter.encode_context(features, positions))
         self._columns = longest
         return logits[:, -1]
 
@@ -81,7 +81,7 @@ class _Batch:
         if config.sliding_window is not None:
             near = torch.arange(self._columns, device=self.device) >= self._columns - config.sliding_window
             masks["sliding_attention"] = torch.cat([before & near, own.tril()], dim=-1)[:, None]
-        hidden = self._spec.drafter(self._spec.target.ends.embed(ids), positions, self._context, masks)
+        hidden = self._spec.drafter(self._spec.target.ends.embed(ids), positions, self._context.layers, masks)
         return self._spec.target.ends.logits(hidden[:, 1:])
 
     def check(self, drafted: Tensor) -> Tensor:
@@ -91,11 +91,7 @@ class _Batch:
         positions = lengths[:, None] + torch.arange(block, device=self.device)
         seen = self._visible(lengths + block, self._columns + block)
         logits, features = self._spec.run(torch.cat([first, drafted], dim=1), self._cache, positions, seen.long(), keep=0)
-        fresh = self._spec.drafter.encode_context(features, positions)
-        self._context = [
-            KeyValue(torch.cat([old.key, new.key], dim=2), torch.cat([old.value, new.value], dim=2))
-            for old, new in zip(self._context, fresh, strict=True)
-        ]
+        self._context.extend(self._spec.drafter.encode_context(features, positions))
         return logits
 
     def settle(self, kept: Sequence[int], going: Sequence[bool]) -> None:
@@ -112,9 +108,9 @@ class _Batch:
         for layer in layers:
             layer.keys = _last(layer.keys[places], ends, self._columns)
             layer.values = _last(layer.values[places], ends, self._columns)
-        self._context = [
+        self._context.layers = [
             KeyValue(_last(kv.key[places], ends, self._columns), _last(kv.value[places], ends, self._columns))
-            for kv in self._context
+            for kv in self._context.layers
         ]
 
 

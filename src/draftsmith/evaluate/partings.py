@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftsmith.data.chat import common_prefix
 from draftsmith.evaluate.suite import PromptResult
 from draftsmith.target.load import Target
 
@@ -28,8 +29,8 @@ class Parting(NamedTuple):
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Index of the first token in which two outputs differ, or None if they are equal."""
-    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
-    return min(len(one), len(other)) if place is None and len(one) != len(other) else place
+    place = common_prefix(one, other)
+    return None if place == len(one) == len(other) else place
 
 
 @torch.inference_mode()

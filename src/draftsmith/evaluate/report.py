@@ -48,7 +48,8 @@ def _smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     return smoothed
 
 
-def _plot(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+def new_plot(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    """A figure with empty axes, as all plots of this project look."""
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
@@ -68,14 +69,14 @@ def _svg(figure: Figure) -> str:
 
 
 def _curve(steps: list[int], values: list[float], title: str, y_label: str) -> tuple[Figure, Axes]:
-    figure, axes = _plot(title, "optimizer step", y_label)
+    figure, axes = new_plot(title, "optimizer step", y_label)
     axes.plot(steps, values, color=QUIET, linewidth=0.8)
     axes.plot(steps, _smooth(values), color=ACCENT, linewidth=2)
     return figure, axes
 
 
 def _bars(values: Sequence[float], first: int, title: str, x_label: str, y_label: str, form: str) -> Figure:
-    figure, axes = _plot(title, x_label, y_label)
+    figure, axes = new_plot(title, x_label, y_label)
     places = list(range(first, first + len(values)))
     bars = axes.bar(places, values, color=ACCENT)
     axes.bar_label(bars, labels=[format(v, form) for v in values], fontsize=9, color=INK)

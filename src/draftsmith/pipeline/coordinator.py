@@ -162,7 +162,8 @@ class Coordinator:
         while len(done) < len(self._drafters):
             event = self._take(POLL_S if self.stop else None)
             if event is None:
-                if max(channel.starved_s() for channel in self._channels) > STARVED_S and self._give_up():
+                if max(channel.starved_s() for channel in self._channels) > STARVED_S:
+                    self._give_up()
                     return []
                 continue
             if isinstance(event, Compiling):
@@ -172,9 +173,9 @@ class Coordinator:
                 done.append(event)
         return sorted(done, key=lambda d: d.rank)
 
-    def _give_up(self) -> bool:
-        """End a step that no drafter can finish, since each step needs every pack: their weights are those of the step before. Whether all
-        of them stand still."""
+    def _give_up(self) -> None:
+        """End a step that no drafter can finish, since each step needs every pack: their weights are those of the step before. Raises
+        PipelineError if one of them does not come to stand still."""
         for channel in self._channels:
             channel.close(ChannelClosed("the run was stopped while it waited for hidden states"))
         self._exchange.abort()
@@ -184,7 +185,6 @@ class Coordinator:
             raise PipelineError(
                 "a stop was asked for, but a drafter is stuck in the middle of a step; the last checkpoint stands"
             )
-        return True
 
     def _take(self, wait_s: float | None = None) -> Event | None:
         """The next event of a run that has begun, or None if none comes in time; failures are raised, and evaluations seen to, whenever

@@ -144,7 +144,7 @@ def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSet
         counted=targets.supervised.sum(dim=0).tolist(),
         accepted_sum=int(accepted_lengths(right, targets.supervised)[measured].sum()),
         blocks=int(measured.sum()),
-        tokens=sum(tokens.lengths),
+        tokens=tokens.filled,
     )
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.errors import CaptureError, UsageError
-from draftsmith.target.cache_index import CURE, CacheHeader, CacheIndex, Row
+from draftsmith.target.cache_index import CURE, CacheHeader, CacheIndex, Row, token_bytes
 from draftsmith.target.facts import TargetFacts, load_facts, save_facts
 from draftsmith.types import Document, HiddenStates, Tokens
 
@@ -180,7 +180,7 @@ class StateCache:
     def get(self, tokens: Tokens) -> HiddenStates | None:
         """The states of a pack on the host, or None if some document has none. Raises DamagedShardError."""
         with self._lock:
-            dtype = getattr(torch, self.header.dtype)
+            dtype = self.header.torch_dtype
             split = self.header.width * len(self.header.layer_ids)
             features = torch.zeros(tokens.bucket, split, dtype=dtype)
             final = torch.zeros(tokens.bucket, self.header.width, dtype=dtype) if self.header.final else None
@@ -257,10 +257,12 @@ class StateCache:
 
     def bytes_of(self, tokens: int) -> int:
         """Bytes that the states of so many tokens take."""
-        return int(tokens * self.header.columns * getattr(torch, self.header.dtype).itemsize)
+        header = self.header
+        return tokens * token_bytes(header.layer_ids, header.width, header.torch_dtype, final=header.final)
 
-    def _rows(self, tokens: Tokens) -> list[Row | None]:
-        pack = _pack_digest(tokens)
+    def _rows(self, tokens: Tokens, pack: str | None = None) -> list[Row | None]:
+        """Where the states of each document lie; pack: the pack's digest, if it is known already."""
+        pack = pack or _pack_digest(tokens)
         return [
             self._index.exact.get((pack, place)) or self._index.by_document.get(digest(tokens.ids[part]))
             for place, part in enumerate(parts(tokens))
@@ -269,7 +271,7 @@ class StateCache:
     def _states(self, tokens: Tokens) -> Iterator[Tensor | None]:
         """The states of each document of a pack, from memory or disk."""
         pack = _pack_digest(tokens)
-        for place, row in enumerate(self._rows(tokens)):
+        for place, row in enumerate(self._rows(tokens, pack)):
             if (pack, place) in self._waiting:
                 yield self._waiting[pack, place][1]
             else:

@@ -4,9 +4,13 @@ import fcntl
 import json
 import os
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
+
+import torch
 
 from draftsmith.errors import CaptureError, UsageError
 
@@ -14,6 +18,11 @@ INDEX, LOCK = "index.jsonl", "draftsmith-cache.lock"
 SHARD = re.compile(r"states-\d{5,}\.safetensors")
 VERSION = 1
 CURE = "run `draftsmith cache` again with the same configuration: it makes what is missing or damaged"
+
+
+def token_bytes(layer_ids: Sequence[int], width: int, dtype: torch.dtype, *, final: bool) -> int:
+    """Bytes that the states of one token take."""
+    return width * (len(layer_ids) + final) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,12 @@ class CacheHeader:
         """Values kept of one token."""
         return self.width * (len(self.layer_ids) + self.final)
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of the states."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
 
 class Row(NamedTuple):
     """Where the states of one document lie."""
@@ -45,6 +60,42 @@ class Row(NamedTuple):
     shard: str
     start: int
     tokens: int
+
+
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+def _damaged(folder: Path, number: int, error: Exception) -> CaptureError:
+    return CaptureError(f"cache '{folder}': line {number} of {INDEX} is damaged ({error}); make it again in another folder")
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[TextIO]:
+    try:
+        with (folder / INDEX).open(encoding="utf-8") as file:
+            yield file
+    except (OSError, UnicodeDecodeError) as error:
+        raise CaptureError(f"'{folder}' is no cache of hidden states: {INDEX} cannot be read ({error}); {CURE}") from None
+
+
+def _header(folder: Path, line: str) -> CacheHeader:
+    if not line:
+        raise CaptureError(f"cache '{folder}': {INDEX} is empty; remove the folder, or name another")
+    try:
+        entry = json.loads(line)
+        version = entry.pop("version")
+        header = CacheHeader(**{**entry, "layer_ids": tuple(entry["layer_ids"])}) if version == VERSION else None
+    except UNREADABLE as error:
+        raise _damaged(folder, 1, error) from None
+    if header is None:
+        raise CaptureError(f"cache '{folder}' was made by another version of Draftsmith; name another folder")
+    return header
+
+
+def read_header(folder: Path) -> CacheHeader:
+    """What a cache holds, without reading where. Raises CaptureError."""
+    with _reading(folder) as file:
+        return _header(folder, file.readline())
 
 
 class CacheIndex:
@@ -86,28 +137,16 @@ class CacheIndex:
     @classmethod
     def open(cls, folder: Path) -> "CacheIndex":
         """The index that is there. Raises CaptureError naming what is wrong with it."""
-        try:
-            lines = (folder / INDEX).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CaptureError(f"'{folder}' is no cache of hidden states: {INDEX} cannot be read ({error}); {CURE}") from None
-        index = None
-        for number, line in enumerate(lines, start=1):
+        with _reading(folder) as file:
+            index = cls(folder, _header(folder, file.readline()))
+            lines = file.read().splitlines()
+        for number, line in enumerate(lines, start=2):
             try:
-                entry = json.loads(line)
-                if index is not None:
-                    index._enter(entry)
-                elif entry.pop("version") != VERSION:
-                    raise CaptureError(f"cache '{folder}' was made by another version of Draftsmith; name another folder")
-                else:
-                    index = cls(folder, CacheHeader(**{**entry, "layer_ids": tuple(entry["layer_ids"])}))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                index._enter(json.loads(line))
+            except UNREADABLE as error:
                 # The last line may have been cut off; its shard is then written again.
-                if index is None or number < len(lines):
-                    raise CaptureError(
-                        f"cache '{folder}': line {number} of {INDEX} is damaged ({error}); make it again in another folder"
-                    ) from None
-        if index is None:
-            raise CaptureError(f"cache '{folder}': {INDEX} is empty; remove the folder, or name another")
+                if number <= len(lines):
+                    raise _damaged(folder, number, error) from None
         return index
 
     def add(self, shard: str, sha256: str, rows: list[tuple[str, int, str, int, int]]) -> None:
@@ -140,7 +179,7 @@ class CacheIndex:
 
     def free_name(self) -> str:
         """A name for the next shard, which nothing bears."""
-        number = 0
+        number = len(self.hashes)
         while (name := f"states-{number:05}.safetensors") in self.hashes or (self.folder / name).exists():
             number += 1
         return name

@@ -87,15 +87,15 @@ def _wrap(name: str, model: Any, tokenizer: PreTrainedTokenizerBase, device: tor
     ends, end_ids = _ends(name, model, decoder, blocks), _end_ids(tokenizer, model.generation_config)
     # Penalties and the like, which some targets bring along, would make "greedy" mean something else here than when drafts are checked.
     model.generation_config = GenerationConfig(eos_token_id=sorted(end_ids) or None)
-    digest = _digest(ends, model)
+    digest = _digest(model)
     return Target(name, tokenizer, ends, end_ids, model.config, len(blocks), digest, model, device, decoder, path)
 
 
-def _digest(ends: FrozenEnds, model: PreTrainedModel) -> str:
+def _digest(model: PreTrainedModel) -> str:
     """SHA-256 over a sample of every parameter and over what the configuration says of the computation."""
     told = {key: value for key, value in model.config.to_dict().items() if not key.startswith("_") and key not in NOT_THE_MODEL}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
-    for tensor in (ends.embedding, ends.head, *model.parameters(), *model.buffers()):
+    for tensor in (*model.parameters(), *model.buffers()):
         flat = tensor.detach().flatten()
         digest.update(flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -7,6 +7,7 @@ output of block j; started for speculators it appends the last layer, which is n
 
 import asyncio
 import fcntl
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.errors import CaptureError
+from draftsmith.target.asking import FIRST_WAIT_S, NoAnswer, ask, told
 from draftsmith.target.cache import digest, parts
 from draftsmith.types import HiddenStates, Tokens
-
-TRIES = 6
-FIRST_WAIT_S = 1.0
 
 
 class StateFiles:
@@ -121,6 +120,10 @@ class StatesFromFiles:
         return self._reader.lay_out(tokens, [self._files[digest(tokens.ids[part])] for part in parts(tokens)])
 
 
+def _passes(status: int) -> bool:
+    return status >= 500 or status in (408, 429)
+
+
 class StatesFromServer:
     """A source that has a vLLM server run each document, and reads and removes the file that it names.
 
@@ -148,24 +151,16 @@ class StatesFromServer:
             return await asyncio.gather(*(self._path(client, tokens.ids[part].tolist()) for part in parts(tokens)))
 
     async def _path(self, client: httpx.AsyncClient, ids: list[int]) -> Path:
-        body = {"model": self._model, "prompt": ids, "max_tokens": 1}
-        trouble = ""
-        for attempt in range(TRIES):
-            if attempt:
-                await asyncio.sleep(self._first_wait_s * 2 ** (attempt - 1))
-            try:
-                answer = await client.post(f"{self._url}/completions", json=body)
-            except httpx.TransportError as error:
-                trouble = f"{type(error).__name__}: {error}"
-                continue
-            trouble = f"status {answer.status_code}: {' '.join(answer.text.split())[:200]}"
-            if answer.status_code == 200:
-                return self._named(answer)
-            if answer.status_code < 500 and answer.status_code not in (408, 429):
-                break
-        raise CaptureError(
-            f"hidden_states.url '{self._url}' gives no states ({trouble}); see that the server runs and serves '{self._model}', then resume"
-        )
+        body = json.dumps({"model": self._model, "prompt": ids, "max_tokens": 1}).encode()
+        try:
+            answer = await ask(client, f"{self._url}/completions", body, passes=_passes, first_wait_s=self._first_wait_s)
+            if answer.status_code != 200:
+                raise NoAnswer(told(answer))
+        except NoAnswer as error:
+            raise CaptureError(
+                f"hidden_states.url '{self._url}' gives no states ({error}); see that the server runs and serves '{self._model}', then resume"
+            ) from None
+        return self._named(answer)
 
     def _named(self, answer: httpx.Response) -> Path:
         try:

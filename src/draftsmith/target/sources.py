@@ -31,7 +31,7 @@ class CachedStates:
         self, cache: StateCache, live: Callable[[], Capture], say: Callable[[str], None], device: torch.device | None = None
     ) -> None:
         self.device = device or torch.device("cpu")
-        self.dtype: torch.dtype = getattr(torch, cache.header.dtype)
+        self.dtype = cache.header.torch_dtype
         self._cache, self._live, self._say = cache, live, say
         self._capture: Capture | None = None
 
