@@ -7,25 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
-ACCENT, SECOND, QUIET = "#0b6e99", "#c2571a", "#b8c4ce"
+from draftsmith.evaluate.report import ACCENT, QUIET, new_plot
 
-
-def _figure(title: str, x: str, y: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(7, 3.8), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e6ebef")
-    axes.set_axisbelow(True)
-    return figure, axes
+SECOND = "#c2571a"
 
 
 def _growth(metrics: list[dict[str, Any]], path: Path) -> None:
-    figure, axes = _figure("tau grows with training", "optimizer step", "tokens kept per check")
+    figure, axes = new_plot("tau grows with training", "optimizer step", "tokens kept per check")
     steps = [row for row in metrics if row["kind"] == "step"]
     every = max(1, len(steps) // 150)
     means = [steps[i : i + every] for i in range(0, len(steps), every)]
@@ -42,7 +31,7 @@ def _growth(metrics: list[dict[str, Any]], path: Path) -> None:
 
 
 def _categories(report: dict[str, Any], path: Path) -> None:
-    figure, axes = _figure("By category, bf16", "", "")
+    figure, axes = new_plot("By category, bf16", "", "")
     names = list(report["by_category"])
     places = range(len(names))
     taus = [report["by_category"][name]["tau_all"] for name in names]
