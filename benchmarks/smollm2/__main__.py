@@ -168,7 +168,7 @@ class Programme:
         )
 
         def respond() -> None:
-            self.draftsmith(*regenerate, "--max-new-tokens", size.response, "--batch-size", 32)
+            self.draftsmith(*regenerate, "--max-new-tokens", size.response, "--batch-size", 96)
             shutil.copyfile(folder / "writing.jsonl", folder / "train.jsonl")
 
         def cache() -> None:

@@ -1,10 +1,11 @@
 """The target writes responses: many conversations in batches, greedily or by sampling."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessor
 
 from draftsmith.decode.acceptance import Sampling
@@ -35,6 +36,16 @@ class _Drawn(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, drawn, 0.0)
 
 
+@contextmanager
+def _whole_rows(head: nn.Module) -> Iterator[None]:
+    """The library hands the head a view of each prompt's last position; a CPU's matmul would copy the head once per row for it."""
+    hook = head.register_forward_pre_hook(lambda _head, given: (given[0].contiguous(),))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 @torch.inference_mode()
 def write_batch(
     target: Target,
@@ -55,16 +66,17 @@ def write_batch(
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
-    out = target.model.generate(  # type: ignore[operator]
-        input_ids=ids.to(target.device),
-        attention_mask=mask.to(target.device),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=ends or None,
-        pad_token_id=padding,
-        stopping_criteria=[lambda ids, _scores: torch.full((ids.shape[0],), interrupted(), device=ids.device)],
-        do_sample=False,
-        logits_processor=[] if sampling is None else [_Drawn(sampling, target.device)],
-    )
+    with _whole_rows(target.model.get_output_embeddings()):
+        out = target.model.generate(  # type: ignore[operator]
+            input_ids=ids.to(target.device),
+            attention_mask=mask.to(target.device),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=ends or None,
+            pad_token_id=padding,
+            stopping_criteria=[lambda ids, _scores: torch.full((ids.shape[0],), interrupted(), device=ids.device)],
+            do_sample=False,
+            logits_processor=[] if sampling is None else [_Drawn(sampling, target.device)],
+        )
     answers = []
     for row in out[:, longest:].tolist():
         stop = next((place for place, token in enumerate(row) if token in target.end_ids), None)
