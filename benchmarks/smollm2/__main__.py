@@ -32,7 +32,7 @@ MASK_TOKEN = 4  # <reponame>: a special token that chats never contain
 class Size:
     """How large the programme is. `--small` is for trying the programme, not the drafter."""
 
-    chats: int = 2100
+    chats: int = 4000
     held_out: int = 80
     watch: int = 12
     response: int = 128

@@ -299,6 +299,12 @@ def _code(rng: random.Random) -> str:
         "Write a JavaScript function that {}.",
         "Write a Java method that {}.",
         "Write a function in C that {}.",
+        "Write a C++ function that {}.",
+        "Write a Go function that {}.",
+        "Write a Rust function that {}.",
+        "Write a TypeScript function that {}.",
+        "Write a Ruby method that {}.",
+        "Write a Python function with type hints that {}.",
         "How do I write a function that {} in Python? Explain the code.",
     ])  # fmt: skip
     return form.format(task)
