@@ -47,6 +47,23 @@ def test_chunked_loss_equals_cross_entropy(rows: int, vocabulary: int, chunk: in
     assert got.guesses.tolist() == (other @ head.T).argmax(dim=-1).tolist()
 
 
+def test_a_slot_that_is_nearly_sure_keeps_its_small_gradient_in_bf16() -> None:
+    """Its gradient is the little that is missing to 1, which bf16 cannot hold beside a 1."""
+    generator = torch.Generator().manual_seed(0)
+    head = (torch.randn(300, 64, generator=generator) * 0.25).bfloat16()
+    labels = torch.arange(20)
+    hidden = (head[:20].float() * 5).bfloat16()
+    grads = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaf = hidden.detach().to(dtype).requires_grad_()
+        loss = chunked_head_loss(leaf, head.to(dtype), labels, chunk_elements=20 * 64)
+        assert float(loss.losses.detach().max()) < 0.05
+        loss.losses.sum().backward()
+        assert leaf.grad is not None
+        grads.append(leaf.grad.double())
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 0.03
+
+
 def test_no_row_gives_zero_loss_and_gradient() -> None:
     hidden = torch.randn(0, 4, requires_grad=True)
     loss = chunked_head_loss(hidden, torch.randn(9, 4), torch.zeros(0, dtype=torch.long)).losses.sum()

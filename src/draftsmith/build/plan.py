@@ -12,7 +12,7 @@ from draftsmith.compiling.buckets import choose_buckets
 from draftsmith.config import Config, DraftSection
 from draftsmith.data.chat import ChatFormat
 from draftsmith.data.packing import PackingReport, pack
-from draftsmith.draft.loss import CHUNK_ELEMENTS, default_gamma
+from draftsmith.draft.loss import default_gamma, suitable_chunk
 from draftsmith.draft.model import FULL, Drafter, DrafterConfig, default_target_layer_ids
 from draftsmith.errors import ConfigError
 from draftsmith.pipeline.plan import Plan, total_steps
@@ -197,12 +197,12 @@ class Resolved:
         for device in self.drafter_devices:
             borrowed = device in [t.device for t in self.targets]
             ends = 0 if borrowed else facts.embedding.numel() * width * (1 if facts.head is facts.embedding else 2)
-            sizes[str(device)] = sizes.get(str(device), 0.0) + replica_bytes(self, bucket) + ends
+            sizes[str(device)] = sizes.get(str(device), 0.0) + replica_bytes(self, bucket, device) + ends
         return [f"about {size / 2**20:,.0f} MiB on {device}" for device, size in sorted(sizes.items())]
 
 
-def replica_bytes(run: Resolved, bucket: int) -> float:
-    """Estimated bytes of one drafter replica at its peak: weights, gradient and moments in fp32, their copy in the compute
+def replica_bytes(run: Resolved, bucket: int, device: torch.device) -> float:
+    """Estimated bytes of one drafter replica on a device at its peak: weights, gradient and moments in fp32, their copy in the compute
     type, saved activations of one pack, the mask, a chunk of logits, and whole score matrices where the backend makes them."""
     config, width = run.drafter, DTYPES[run.config.train.precision].itemsize
     parameters = parameter_count(config)
@@ -214,7 +214,7 @@ def replica_bytes(run: Resolved, bucket: int) -> float:
     per_key = 4 * kv + 2 * heads * config.head_dim
     activations = config.num_hidden_layers * (slots * per_slot + keys * per_key) + bucket * (fused + 4 * config.hidden_size)
     scores = 0 if run.config.draft.attention == "sdpa" else config.num_hidden_layers * heads * slots * keys * (width + 4)
-    logits = min(CHUNK_ELEMENTS, slots * config.vocab_size) * 8
+    logits = min(suitable_chunk(device), slots * config.vocab_size) * 8
     cast = parameters * width if width < 4 else 0
     return 16 * parameters + cast + activations * width + scores + slots * keys + logits
 

@@ -1,10 +1,11 @@
-"""Losses of the block slots through the target's frozen head, a chunk of rows at a time, and the weights of the slots.
+"""Losses of the block slots through the target's frozen head, a part of the vocabulary at a time, and the weights of the slots.
 
 The head is frozen, so only the gradient with respect to the drafter's hidden states is needed. It is formed chunk by chunk
 in the forward pass; what stays for backward is [N, D], never anything with N x V elements (N slots, V vocabulary).
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from draftsmith.draft.ends import cap_logits
 
-CHUNK_ELEMENTS = 2**24
+
+def suitable_chunk(device: torch.device) -> int:
+    """How many logits to hold at once: what stays in a CPU's cache between the products, enough to fill a GPU elsewhere."""
+    return 2**21 if device.type == "cpu" else 2**25
 
 
 class SlotLoss(NamedTuple):
@@ -49,35 +53,96 @@ def dpace_weights(losses: Tensor, supervised: Tensor, alpha: float) -> Tensor:
     return reached.flip(1).cumsum(dim=1).flip(1) * supervised
 
 
+def _chunks(head: Tensor, rows: int, elements: int) -> Iterator[tuple[int, Tensor]]:
+    """The head by parts of the vocabulary whose logits for all rows are at most `elements`: first token and [C, D]."""
+    columns = max(1, elements // max(1, rows))
+    for first in range(0, head.shape[0], columns):
+        yield first, head[first : first + columns]
+
+
+def _cross_entropy(
+    hidden: Tensor, head: Tensor, labels: Tensor, elements: int, cap: float | None, grad: Tensor | None
+) -> SlotLoss:
+    """One pass over the vocabulary, as flash attention goes over keys: what was summed so far shrinks whenever a larger logit appears."""
+    count = hidden.shape[0]
+    best, at_label = hidden.new_full((count,), -math.inf, dtype=torch.float32), hidden.new_zeros(count, dtype=torch.float32)
+    others, guesses = torch.zeros_like(at_label), torch.zeros_like(labels)
+    summed = None if grad is None else torch.zeros_like(hidden, dtype=torch.float32)
+    for first, part in _chunks(head, count, elements):
+        logits = (hidden @ part.T).float()
+        # Before the cap, which keeps their order but may round the largest to the same value.
+        top, place = logits.max(dim=-1)
+        guesses = torch.where(top > best, place + first, guesses)
+        before, best = best, torch.maximum(best, top)
+        largest = cap_logits(best, cap)
+        shrink = (cap_logits(before, cap) - largest).exp()
+        logits = cap_logits(logits, cap)
+        here = ((labels >= first) & (labels < first + part.shape[0])).nonzero().squeeze(1)
+        own = labels[here] - first
+        at_label[here] = logits[here, own]
+        # The label's own part stands apart, in fp32: near 1, it would be lost in what a short type rounds.
+        shares = (logits - largest[:, None]).exp_()
+        shares[here, own] = 0.0
+        others = others * shrink + shares.sum(dim=-1)
+        if summed is not None:
+            summed.mul_(shrink[:, None]).add_(_through_cap(shares, logits, cap).to(head.dtype) @ part)
+    largest = cap_logits(best, cap)
+    total = others + (at_label - largest).exp()
+    losses = largest + total.log() - at_label
+    if grad is not None and summed is not None:
+        missing = _through_cap(-others, at_label, cap)
+        grad.copy_((summed + missing[:, None] * head[labels]) / total[:, None])
+    return SlotLoss(losses, guesses)
+
+
+def _normaliser(states: Tensor, head: Tensor, elements: int, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Logarithm of the sum over all exponentiated logits, float32 [N, 1], and the largest logit's token."""
+    sums, tops, places = [], [], []
+    for first, part in _chunks(head, states.shape[0], elements):
+        logits = (states @ part.T).float()
+        top, place = logits.max(dim=-1)
+        tops.append(top)
+        places.append(place + first)
+        sums.append(cap_logits(logits, cap).logsumexp(dim=-1))
+    winner = torch.stack(tops).argmax(dim=0, keepdim=True)
+    return torch.stack(sums).logsumexp(dim=0)[:, None], torch.stack(places).gather(0, winner)[0]
+
+
+def _divergence(
+    hidden: Tensor, head: Tensor, teacher: Tensor, elements: int, cap: float | None, grad: Tensor | None
+) -> SlotLoss:
+    """Two passes, since the gradient is a difference of two distributions that must be whole before it is rounded."""
+    mine, guesses = _normaliser(hidden, head, elements, cap)
+    theirs, _ = _normaliser(teacher, head, elements, cap)
+    losses = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    summed = None if grad is None else torch.zeros_like(hidden, dtype=torch.float32)
+    for _, part in _chunks(head, hidden.shape[0], elements):
+        logits = cap_logits((hidden @ part.T).float(), cap)
+        wanted = cap_logits((teacher @ part.T).float(), cap) - theirs
+        share = wanted.exp()
+        losses += (share * (wanted - logits + mine)).sum(dim=-1)
+        if summed is not None:
+            summed += _through_cap((logits - mine).exp_().sub_(share), logits, cap).to(head.dtype) @ part
+    if grad is not None and summed is not None:
+        grad.copy_(summed)
+    return SlotLoss(losses, guesses)
+
+
+def _through_cap(gradient: Tensor, logits: Tensor, cap: float | None) -> Tensor:
+    """The gradient of what was before the cap, from that of the capped logits; may be done in place."""
+    return gradient if cap is None else gradient.mul_(1.0 - (logits / cap).square())
+
+
 class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, rows: int, cap: float | None
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, teacher: Tensor | None, elements: int, cap: float | None
     ) -> tuple[Tensor, Tensor]:
-        wants_grad = ctx.needs_input_grad[0]
-        grad = torch.empty_like(hidden) if wants_grad else None
-        losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        guesses = torch.empty_like(labels)
-        for start in range(0, hidden.shape[0], rows):
-            part = slice(start, start + rows)
-            raw = (hidden[part] @ head.T).float()
-            # Before the cap, which keeps their order but may round the largest to the same value.
-            guesses[part] = raw.argmax(dim=-1)
-            logits = cap_logits(raw, cap)
-            # How much a capped logit still moves with the one before it.
-            slope = 1.0 if cap is None else 1.0 - (logits / cap).square()
-            logits -= logits.logsumexp(dim=-1, keepdim=True)
-            if teacher is None:
-                losses[part] = -logits.gather(-1, labels[part, None]).squeeze(-1)
-                d_logits = logits.exp_()
-                d_logits[torch.arange(d_logits.shape[0], device=hidden.device), labels[part]] -= 1.0
-            else:
-                wanted = cap_logits((teacher[part] @ head.T).float(), cap).log_softmax(dim=-1)
-                share = wanted.exp()
-                losses[part] = (share * (wanted - logits)).sum(dim=-1)
-                d_logits = logits.exp_().sub_(share)
-            if grad is not None:
-                grad[part] = (d_logits * slope).to(head.dtype) @ head
+        grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        if teacher is None:
+            losses, guesses = _cross_entropy(hidden, head, labels, elements, cap, grad)
+        else:
+            losses, guesses = _divergence(hidden, head, teacher, elements, cap, grad)
         if grad is not None:
             ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(guesses)
@@ -96,16 +161,17 @@ def chunked_head_loss(
     *,
     teacher: Tensor | None = None,
     cap: float | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> SlotLoss:
     """Cross-entropy of `hidden @ head.T` against `labels`, row by row; with a teacher, the divergence from its distribution,
     KL(teacher || drafter), instead.
 
     hidden: [N, D]; head: [V, D], frozen; labels: int64 [N]; teacher: the target's own final hidden states [N, D] where it chose the
-    labels; cap: limit of the logits, where the target has one. At most `chunk_elements` logits of each exist at once (at least one row).
+    labels; cap: limit of the logits, where the target has one. At most `chunk_elements` logits of each exist at once (at least one
+    token's); as many as suit the device without it.
     """
-    rows = max(1, chunk_elements // head.shape[0])
-    losses, guesses = _ChunkedHeadLoss.apply(hidden, head, labels, teacher, rows, cap)
+    elements = chunk_elements or suitable_chunk(hidden.device)
+    losses, guesses = _ChunkedHeadLoss.apply(hidden, head, labels, teacher, elements, cap)
     return SlotLoss(losses, guesses)
 
 
