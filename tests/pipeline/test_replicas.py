@@ -1,10 +1,14 @@
 """Averaging, updates and equality of replicas."""
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+from draftsmith.compiling.gate import Gate
 from draftsmith.config import TrainSection
 from draftsmith.draft.ends import FrozenEnds
 from draftsmith.errors import PipelineError
@@ -35,6 +39,35 @@ def test_average_is_the_weighted_mean_and_bit_identical(count: int) -> None:
     on_threads([lambda r=r: exchange.average(r, gradients[r], float(r + 1)) for r in range(count)])
     assert all(torch.equal(g, gradients[0]) for g in gradients)
     torch.testing.assert_close(gradients[0].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_replica_that_goes_on_at_once_does_not_spoil_what_a_slower_one_still_reads() -> None:
+    class SlowForOne(Gate):
+        """Lets one thread in late the second time, when it copies the others' slices."""
+
+        entered = 0
+
+        @contextmanager
+        def shared(self) -> Iterator[None]:
+            if threading.current_thread().name == "slow":
+                self.entered += 1
+                if self.entered == 2:
+                    time.sleep(0.3)
+            with super().shared():
+                yield
+
+    exchange = GradientExchange(2, SlowForOne())
+    gradients = [torch.full((10,), 1.0), torch.full((10,), 3.0)]
+
+    def fast() -> None:
+        exchange.average(0, gradients[0], 1.0)
+        gradients[0].zero_()
+
+    slow = threading.Thread(target=lambda: exchange.average(1, gradients[1], 1.0), name="slow")
+    slow.start()
+    on_threads([fast])
+    slow.join(10)
+    assert gradients[1].tolist() == [2.0] * 10
 
 
 def test_no_weight_at_all_keeps_zero_gradients() -> None:
