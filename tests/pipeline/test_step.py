@@ -64,7 +64,8 @@ def test_loss_gradient_and_counts_equal_the_slow_reference() -> None:
     assert (result.correct, result.counted) == (correct, counted)
     assert (result.accepted_sum, result.blocks, result.tokens) == (accepted, blocks, 27)
     for (name, mine), (_, theirs) in zip(drafter.named_parameters(), other.named_parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        # The largest gradients are about 10, and both sides round in fp32.
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("loss", ["dpace", "kl"])
