@@ -103,7 +103,7 @@ def make_work(shape: Shape, dtype: torch.dtype) -> Work:
         target_layer_ids=(1, 14, 27),
         layer_types=("full_attention",) * LAYERS,
     )
-    drafter = Drafter(config).initialise(generator)
+    drafter = Drafter(config, "blocks").initialise(generator)
     head = torch.randn(shape.vocab, DIM, generator=generator) * 0.04
     ids = torch.randint(0, shape.vocab - 1, (shape.context,), generator=generator)
     features = torch.randn(shape.context, TAPS * DIM, generator=generator).to(dtype)

@@ -78,7 +78,11 @@ class DraftSection(Section):
     head_dim: int | None = Field(default=None, ge=2, multiple_of=2)
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     sliding_window: int | None = Field(default=None, ge=1)
-    attention: Literal["sdpa", "eager", "flex"] = "sdpa"
+    attention: Literal["auto", "sdpa", "blocks", "flex"] = Field(
+        default="auto",
+        description="how training attends: sdpa, torch's fused kernel; blocks, only what a block sees; flex, on GPUs; auto takes blocks where a "
+        "drafter trains on a CPU, else sdpa",
+    )
 
 
 class TrainSection(Section):
@@ -262,10 +266,8 @@ def _cross_check(config: Config, place: str) -> None:
             "replicas (train.devices); choose a multiple"
         )
     if config.draft.attention == "flex" and any(d.startswith("cpu") for d in config.train.devices):
-        raise ConfigError(
-            f"{place}: draft.attention 'flex' has no backward on CPU but train.devices has one; use 'sdpa' or 'eager' there"
-        )
+        raise ConfigError(f"{place}: draft.attention 'flex' has no backward on CPU but train.devices has one; use 'auto' there")
     if config.draft.attention == "flex" and config.compile.enabled is False:
         raise ConfigError(
-            f"{place}: draft.attention 'flex' works only compiled but compile.enabled is false; set it to auto, or use 'sdpa'"
+            f"{place}: draft.attention 'flex' works only compiled but compile.enabled is false; set it to auto, or use draft.attention 'auto'"
         )

@@ -1,12 +1,12 @@
 """The visibility rule against three plain loops, in every form a backend reads."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
 from draftsmith.draft.anchors import Anchors, choose_anchors
+from draftsmith.draft.blocks import PartMask
 from draftsmith.draft.mask import build_mask, dense_mask, visibility
 from draftsmith.types import Tokens
 from tests.draft.test_anchors import packs
@@ -41,16 +41,22 @@ def test_rule_equals_loops(tokens: Tokens, block_size: int, count: int, seed: in
     rule = visibility(tokens.document_ids, anchors, block_size, window=window, causal=causal)
     queries = count * block_size
     expected = slow_mask(tokens, anchors, block_size, window, causal)
-    assert dense_mask(rule, queries, tokens.bucket + queries, "cpu").tolist() == expected
+    assert dense_mask(rule, torch.arange(queries), torch.arange(tokens.bucket + queries)).tolist() == expected
+    parts = build_mask("blocks", tokens.document_ids, anchors, block_size, window=window, causal=causal)
+    assert isinstance(parts, PartMask)
+    for row, seen in enumerate(expected):
+        block, slot = divmod(row, block_size)
+        own = tokens.bucket + block * block_size
+        assert seen[: tokens.bucket] == parts.context[block].tolist()
+        assert seen[own : own + block_size] == parts.own[slot].tolist()
     # The same rule read element by element, as flex attention does.
     assert create_mask(rule, None, None, queries, tokens.bucket + queries, device="cpu")[0, 0].tolist() == expected
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_no_row_is_fully_masked(backend: str) -> None:
+def test_no_row_is_fully_masked() -> None:
     document_ids = torch.tensor([0, 0, 0, -1, -1])
     anchors = Anchors(torch.tensor([1, 0, 0]), torch.tensor([True, False, False]))
-    mask = build_mask(backend, document_ids, anchors, 2)  # type: ignore[arg-type]
+    mask = build_mask("sdpa", document_ids, anchors, 2)
     assert isinstance(mask, torch.Tensor)
     assert mask.shape == (1, 1, 6, 11)
     assert mask.any(dim=-1).all()

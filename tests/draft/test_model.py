@@ -46,7 +46,7 @@ def some_anchors(*positions: int, padded: int = 0) -> Anchors:
     return Anchors(torch.tensor([*positions, *[0] * padded]), torch.tensor(valid))
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("backend", ["sdpa", "blocks"])
 def test_report_9_states_at_or_after_an_anchor_do_not_reach_its_block(backend: str) -> None:
     batch, ends = two_documents((12, 15))
     anchors = some_anchors(3, 4, 6, 11, 14, 20)
@@ -80,7 +80,7 @@ def test_a_block_does_not_depend_on_the_other_blocks() -> None:
         torch.testing.assert_close(together[row], hidden_of(batch, ends, some_anchors(a))[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("backend", ["sdpa", "blocks"])
 @pytest.mark.parametrize("sliding", [False, True])
 def test_training_forward_equals_drafting_one_block_on_a_cropped_context(backend: str, sliding: bool) -> None:
     """The slow, obvious reference: for each anchor alone, only what exists when it is drafted, at its own positions."""
@@ -90,7 +90,7 @@ def test_training_forward_equals_drafting_one_block_on_a_cropped_context(backend
     batch, ends = two_documents((12, 15), seed=3)
     tokens, anchors = batch.tokens, some_anchors(1, 4, 11, 12, 13, 18, 26)
     together = hidden_of(batch, ends, anchors, backend, **changes)
-    drafter = tiny_drafter(backend="eager", **changes)
+    drafter = tiny_drafter(backend="sdpa", **changes)
     starts = [0, 12]
     for row, a in enumerate(anchors.positions.tolist()):
         start = starts[int(tokens.document_ids[a])]
@@ -116,10 +116,10 @@ def test_training_forward_equals_drafting_one_block_on_a_cropped_context(backend
 def test_report_13_backends_agree_and_stay_finite_with_mixed_lengths_and_padding(lengths: tuple[int, ...]) -> None:
     batch, ends = two_documents(lengths, padding=36)
     anchors = some_anchors(1, 5, 6, padded=5)
-    outputs = {backend: hidden_of(batch, ends, anchors, backend) for backend in ("sdpa", "eager", "flex")}
+    outputs = {backend: hidden_of(batch, ends, anchors, backend) for backend in ("sdpa", "blocks", "flex")}
     for backend, output in outputs.items():
         assert output.isfinite().all(), backend
-        torch.testing.assert_close(output, outputs["eager"], rtol=1e-4, atol=1e-5, msg=lambda m, b=backend: f"{b}: {m}")
+        torch.testing.assert_close(output, outputs["sdpa"], rtol=1e-4, atol=1e-5, msg=lambda m, b=backend: f"{b}: {m}")
 
 
 def test_gradients_stay_finite_when_all_blocks_are_padding() -> None:

@@ -12,7 +12,9 @@ from draftsmith.compiling.buckets import choose_buckets
 from draftsmith.config import Config, DraftSection
 from draftsmith.data.chat import ChatFormat
 from draftsmith.data.packing import PackingReport, pack
+from draftsmith.draft.blocks import SCORES
 from draftsmith.draft.loss import default_gamma, suitable_chunk
+from draftsmith.draft.mask import Backend
 from draftsmith.draft.model import FULL, Drafter, DrafterConfig, default_target_layer_ids
 from draftsmith.errors import ConfigError
 from draftsmith.pipeline.plan import Plan, total_steps
@@ -94,6 +96,14 @@ class Resolved:
         """Target replicas; none where hidden states are read from a cache."""
         return self.inputs.targets
 
+    @property
+    def attention(self) -> Backend:
+        """How training attends. Left to us, a CPU goes by parts, since torch's fused kernel takes several times as long there."""
+        told = self.config.draft.attention
+        if told != "auto":
+            return told
+        return "blocks" if any(device.type == "cpu" for device in self.drafter_devices) else "sdpa"
+
     def chat(self) -> ChatFormat:
         """How this run speaks to its target."""
         return chat_format(self.facts, self.config.data, self.day)
@@ -145,7 +155,7 @@ class Resolved:
             f"states     {self.states()}",
             f"devices    {self.target_threads()}; drafter threads on {', '.join(map(str, self.drafter_devices))}",
             f"drafter    {drafter.num_hidden_layers} layers, {parameters / 1e6:.2f} M parameters, block size {drafter.block_size}, "
-            f"target layers {list(drafter.target_layer_ids)}, attention {self.config.draft.attention}",
+            f"target layers {list(drafter.target_layer_ids)}, attention {self.attention}",
             f"mask token {drafter.mask_token_id} ({self.mask_choice})",
             f"data       {self.inputs.counts.line()}",
             f"buckets    {self.packing.line()}",
@@ -203,7 +213,7 @@ class Resolved:
 
 def replica_bytes(run: Resolved, bucket: int, device: torch.device) -> float:
     """Estimated bytes of one drafter replica on a device at its peak: weights, gradient and moments in fp32, their copy in the compute
-    type, saved activations of one pack, the mask, a chunk of logits, and whole score matrices where the backend makes them."""
+    type, saved activations of one pack, the mask, a chunk of logits."""
     config, width = run.drafter, DTYPES[run.config.train.precision].itemsize
     parameters = parameter_count(config)
     slots = run.config.train.anchors * config.block_size
@@ -213,10 +223,11 @@ def replica_bytes(run: Resolved, bucket: int, device: torch.device) -> float:
     per_slot = 8 * config.hidden_size + 6 * heads * config.head_dim + 4 * config.intermediate_size
     per_key = 4 * kv + 2 * heads * config.head_dim
     activations = config.num_hidden_layers * (slots * per_slot + keys * per_key) + bucket * (fused + 4 * config.hidden_size)
-    scores = 0 if run.config.draft.attention == "sdpa" else config.num_hidden_layers * heads * slots * keys * (width + 4)
+    # In parts, scores are few and the mask is one row a block; elsewhere the mask is dense.
+    seen = 2 * SCORES * width + bucket * run.config.train.anchors if run.attention == "blocks" else slots * keys
     logits = min(suitable_chunk(device), slots * config.vocab_size) * 8
     cast = parameters * width if width < 4 else 0
-    return 16 * parameters + cast + activations * width + scores + slots * keys + logits
+    return 16 * parameters + cast + activations * width + seen + logits
 
 
 def resolve(config: Config, day: date | None = None) -> Resolved:
@@ -233,7 +244,7 @@ def resolve(config: Config, day: date | None = None) -> Resolved:
             "choose a multiple"
         )
     if config.draft.attention == "flex" and any(d.type == "cpu" for d in drafter_devices):
-        raise ConfigError("draft.attention 'flex' has no backward on CPU, where the drafter would train; use 'sdpa' or 'eager'")
+        raise ConfigError("draft.attention 'flex' has no backward on CPU, where the drafter would train; use 'auto'")
     inputs = from_cache(config) if config.hidden_states.source == "cached" else from_target(config, target_devices, day)
     documents = inputs.documents
     drafter, mask_choice = drafter_config(config.draft, inputs.facts)

@@ -36,7 +36,7 @@ from draftsmith.target.load import Target
 
 def build_replicas(run: Resolved, checkpoint: checkpoints.Checkpoint | None) -> list[Replica]:
     """One replica per drafter device, all with the same weights."""
-    first = Drafter(run.drafter, run.config.draft.attention)
+    first = Drafter(run.drafter, run.attention)
     first.initialise(generator_for(run.config.train.seed, "weights", 0))
     if checkpoint is not None:
         check_weights(first, checkpoint.weights, f"checkpoint at step {checkpoint.step}")
@@ -57,7 +57,7 @@ def make_compiler(run: Resolved, replica: Replica, before: bool | None, say: Say
     before: what the checkpoint was trained with. Auto keeps to it, since compiled and eager steps differ in the last bits.
     """
     enabled = run.config.compile.enabled
-    if run.config.draft.attention == "flex":
+    if run.attention == "flex":
         # Called eagerly it compiles by itself, outside the gate.
         enabled = True
     if before is not None and enabled == "auto":

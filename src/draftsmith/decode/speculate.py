@@ -100,10 +100,7 @@ class Speculator:
 
     def __init__(self, target: Target, drafter: Drafter, features: FeatureFilter | None = None) -> None:
         check_pair(drafter.config, target)
-        # A copy over the same weights: a block is too small for flex, and the one in training must keep its backend.
-        self.drafter = share_weights(drafter)
-        self.drafter.backend = "sdpa"
-        self.target, self.config = target, drafter.config
+        self.target, self.drafter, self.config = target, drafter, drafter.config
         self._features, self._passes = features, 0
         self._model = share_weights(target.model)
         self._recorder = Recorder(find_blocks(self._model, target.blocks_path), self.config.target_layer_ids)

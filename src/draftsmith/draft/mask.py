@@ -13,9 +13,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from draftsmith.draft.anchors import Anchors
+from draftsmith.draft.blocks import PartMask
 
 MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-Backend = Literal["sdpa", "eager", "flex"]
+Backend = Literal["sdpa", "blocks", "flex"]
+
+
+Mask = Tensor | BlockMask | PartMask
 
 
 def visibility(
@@ -46,12 +50,10 @@ def visibility(
     return rule
 
 
-def dense_mask(rule: MaskRule, queries: int, keys: int, device: torch.device | str) -> Tensor:
-    """The rule on every pair: bool [queries, keys], true where visible."""
-    query = torch.arange(queries, device=device)[:, None]
-    key = torch.arange(keys, device=device)[None, :]
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    return rule(zero, zero, query, key)
+def dense_mask(rule: MaskRule, queries: Tensor, keys: Tensor) -> Tensor:
+    """The rule on every pair of the given places, int64 [Q] and [T]: bool [Q, T], true where visible."""
+    zero = torch.zeros((), dtype=torch.long, device=queries.device)
+    return rule(zero, zero, queries[:, None], keys[None, :])
 
 
 def build_mask(
@@ -62,11 +64,16 @@ def build_mask(
     *,
     window: int | None = None,
     causal: bool = False,
-) -> Tensor | BlockMask:
-    """The mask in the form `backend` reads: bool [1, 1, A*K, S + A*K] for sdpa and eager, a BlockMask for flex."""
+) -> Mask:
+    """The mask in the form `backend` reads: bool [1, 1, A*K, S + A*K] for sdpa, its parts for blocks, a BlockMask for flex."""
     rule = visibility(document_ids, anchors, block_size, window=window, causal=causal)
-    queries = anchors.positions.numel() * block_size
-    keys = document_ids.numel() + queries
+    context, queries = document_ids.numel(), anchors.positions.numel() * block_size
+    device = document_ids.device
     if backend == "flex":
-        return create_block_mask(rule, B=None, H=None, Q_LEN=queries, KV_LEN=keys, device=document_ids.device)
-    return dense_mask(rule, queries, keys, document_ids.device)[None, None]
+        return create_block_mask(rule, B=None, H=None, Q_LEN=queries, KV_LEN=context + queries, device=device)
+    if backend == "sdpa":
+        return dense_mask(rule, torch.arange(queries, device=device), torch.arange(context + queries, device=device))[
+            None, None
+        ]
+    firsts, block = torch.arange(0, queries, block_size, device=device), torch.arange(block_size, device=device)
+    return PartMask(dense_mask(rule, firsts, torch.arange(context, device=device)), dense_mask(rule, block, context + block))

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from draftsmith.draft.mask import Backend
+from draftsmith.draft.blocks import PartMask, attend_blocks
+from draftsmith.draft.mask import Backend, Mask
 from draftsmith.errors import ConfigError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -142,27 +143,21 @@ def _rotate(x: Tensor, tables: Rotary) -> Tensor:
     return x * tables.cos[:, None] + turned * tables.sin[:, None]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | BlockMask | None, backend: Backend) -> Tensor:
-    """Grouped-query attention. query [B, H, Q, d], key and value [B, G, T, d] -> [B, Q, H*d].
+def attend(query: Tensor, context: KeyValue, own: KeyValue, mask: Mask | None) -> Tensor:
+    """Grouped-query attention over `[context | own]`. query [B, H, Q, d], keys and values [B, G, T, d] -> [B, Q, H*d].
 
-    mask: bool broadcastable to [B, H, Q, T] for sdpa and eager, a BlockMask for flex, None where everything is visible.
+    mask: as `build_mask` makes it, its form saying how to attend; None where everything is visible.
     """
-    scale = query.shape[-1] ** -0.5
-    groups = query.shape[1] // key.shape[1]
-    if backend == "flex":
-        assert mask is None or isinstance(mask, BlockMask)
+    if isinstance(mask, PartMask):
+        return attend_blocks(query, *context, *own, *mask).transpose(1, 2).flatten(2)
+    key, value = torch.cat([context.key, own.key], dim=2), torch.cat([context.value, own.value], dim=2)
+    scale, groups = query.shape[-1] ** -0.5, query.shape[1] // key.shape[1]
+    if isinstance(mask, BlockMask):
         out = flex_attention(query, key, value, block_mask=mask, scale=scale, enable_gqa=groups > 1)
         assert isinstance(out, Tensor)
     else:
-        assert mask is None or isinstance(mask, Tensor)
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        if backend == "sdpa":
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-        else:
-            scores = query @ key.transpose(-1, -2) * scale
-            if mask is not None:
-                scores = scores.masked_fill(~mask, float("-inf"))
-            out = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -188,14 +183,9 @@ class Attention(nn.Module):
         key = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
         return KeyValue(_rotate(key, tables), self._heads(self.v_proj(x)).transpose(1, 2))
 
-    def forward(
-        self, x: Tensor, tables: Rotary, context: KeyValue, mask: Tensor | BlockMask | None, backend: Backend
-    ) -> Tensor:
+    def forward(self, x: Tensor, tables: Rotary, context: KeyValue, mask: Mask | None) -> Tensor:
         query = _rotate(self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2), tables)
-        own = self.key_value(x, tables)
-        key = torch.cat([context.key, own.key], dim=2)
-        value = torch.cat([context.value, own.value], dim=2)
-        return self.o_proj(attend(query, key, value, mask, backend))
+        return self.o_proj(attend(query, context, self.key_value(x, tables), mask))
 
 
 class MLP(nn.Module):
@@ -221,10 +211,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(
-        self, x: Tensor, tables: Rotary, context: KeyValue, mask: Tensor | BlockMask | None, backend: Backend
-    ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), tables, context, mask, backend)
+    def forward(self, x: Tensor, tables: Rotary, context: KeyValue, mask: Mask | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), tables, context, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -267,7 +255,7 @@ class Drafter(nn.Module):
         slots: Tensor,
         positions: Tensor,
         context: Sequence[KeyValue],
-        masks: dict[str, Tensor | BlockMask] | None = None,
+        masks: dict[str, Mask] | None = None,
     ) -> Tensor:
         """Hidden states of block slots after the final norm, ready for the target's head: [B, Q, D].
 
@@ -278,5 +266,5 @@ class Drafter(nn.Module):
         x = slots
         for layer, layer_type, seen in zip(self.layers, self.config.layer_types, context, strict=True):
             mask = None if masks is None else masks[layer_type]
-            x = layer(x, tables, seen, mask, self.backend)
+            x = layer(x, tables, seen, mask)
         return self.norm(x)

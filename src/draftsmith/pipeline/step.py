@@ -6,12 +6,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from draftsmith.draft.anchors import Anchors, block_inputs, choose_anchors, slot_positions, slot_targets
 from draftsmith.draft.ends import FrozenEnds
 from draftsmith.draft.loss import accepted_lengths, chunked_head_loss, dpace_weights, slot_weights
-from draftsmith.draft.mask import build_mask
+from draftsmith.draft.mask import Mask, build_mask
 from draftsmith.draft.model import SLIDING, Drafter
 from draftsmith.pipeline.plan import generator_for
 from draftsmith.types import Batch, HiddenStates, StepResult, Tokens
@@ -41,7 +40,7 @@ def anchors_for(batch: Batch, settings: StepSettings, block_size: int) -> Anchor
     )
 
 
-def layer_masks(drafter: Drafter, document_ids: Tensor, anchors: Anchors) -> dict[str, Tensor | BlockMask]:
+def layer_masks(drafter: Drafter, document_ids: Tensor, anchors: Anchors) -> dict[str, Mask]:
     """One mask per layer type in use. Sliding layers are causal inside the block, as serving engines read them."""
     config = drafter.config
     return {
