@@ -1,7 +1,10 @@
 """Two ways to do the same work, timed in turns on one machine: A B A B …; what counts is the ratio within each pair."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -37,3 +40,20 @@ def matmul_rate(dtype: torch.dtype, size: int = 2048, tries: int = 9) -> float:
 def middle(values: list[float], digits: int = 3) -> float:
     """The median, rounded for people."""
     return round(median(values), digits)
+
+
+def memory(field: str) -> int:
+    """Bytes of this process as the kernel counts them: VmRSS, what it holds now; VmHWM, the most it held since `forget_peak`."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
+    return int(line.split()[1]) * 1024
+
+
+def forget_peak() -> None:
+    """From here on the high-water mark counts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_elsewhere(benchmark: str, *words: str) -> int:
+    """What `python -m benchmark ... ` prints last, a number of bytes: each side is measured in a process of its own."""
+    told = subprocess.run([sys.executable, "-m", benchmark, *words], check=True, capture_output=True, text=True)
+    return int(told.stdout.split()[-1])

@@ -11,8 +11,6 @@ growth of the process over its imports, in steady state, each side in a process 
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,7 +22,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.pairs import interleave, matmul_rate, middle, ratios
+from benchmarks.pairs import forget_peak, interleave, matmul_rate, memory, middle, peak_elsewhere, ratios
 from draftsmith.checkpoint.export import export_drafter
 from draftsmith.compiling.cache import use_cache
 from draftsmith.compiling.compiler import Compiler
@@ -218,32 +216,22 @@ def their_step(work: Work, dtype: torch.dtype) -> Iterator[Callable[[], float]]:
 SIDES = {"ours": our_step, "theirs": their_step}
 
 
-def _memory(field: str) -> int:
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
-    return int(line.split()[1]) * 1024
-
-
 def measure_peak(side: str, shape: str, dtype: str) -> int:
     """Bytes that this process grows to over its imports, in steady state."""
     import speculators.models.dflash  # noqa: F401 - both sides start from the same imports
 
-    before = _memory("VmRSS")
+    before = memory("VmRSS")
     with (
         use_cache(Path(f"runs/bench-cache/{shape}-{dtype}")),
         SIDES[side](make_work(SHAPES[shape], DTYPES[dtype]), DTYPES[dtype]) as one,
     ):
         for _ in range(2):
             one()
-        # From here on the high-water mark counts anew: compiling is not a step.
-        Path("/proc/self/clear_refs").write_text("5")
+        # Compiling is not a step.
+        forget_peak()
         for _ in range(3):
             one()
-        return _memory("VmHWM") - before
-
-
-def _peak_elsewhere(side: str, shape: str, dtype: str) -> int:
-    words = [sys.executable, "-m", "benchmarks.step_vs_speculators", "--peak", side, "--shapes", shape, "--dtypes", dtype]
-    return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()[-1])
+        return memory("VmHWM") - before
 
 
 def compare(shape: str, dtype: str, pairs: int) -> dict[str, object]:
@@ -258,7 +246,8 @@ def compare(shape: str, dtype: str, pairs: int) -> dict[str, object]:
         losses = ours(), theirs()
         ours(), theirs()
         spent = interleave(ours, theirs, pairs)
-    peaks = {side: _peak_elsewhere(side, shape, dtype) for side in SIDES}
+    words = ("--shapes", shape, "--dtypes", dtype)
+    peaks = {side: peak_elsewhere("benchmarks.step_vs_speculators", "--peak", side, *words) for side in SIDES}
     flops, rate, seconds = useful_flops(size, ours_work.anchors.positions), matmul_rate(kind), middle(spent[0], 4)
     return {
         "name": "step_vs_speculators",

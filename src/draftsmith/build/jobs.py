@@ -17,11 +17,12 @@ from draftsmith.decode.acceptance import Sampling
 from draftsmith.decode.speculate import Decoded, Speculator, check_pair
 from draftsmith.decode.stream import TextStream
 from draftsmith.decode.together import decode_together
+from draftsmith.draft.packed import pack_linears
 from draftsmith.errors import UsageError
 from draftsmith.evaluate.partings import rescore
 from draftsmith.evaluate.report import read_metrics, write_outputs, write_report
 from draftsmith.evaluate.suite import decode_both_ways, load_prompts, summarise
-from draftsmith.target.load import DTYPES, Target, load_target, load_tokenizer
+from draftsmith.target.load import DTYPES, Target, load_target, load_tokenizer, packed_for_decoding
 
 
 def load_one(target: str, *, dtype: Precision = "bf16", device: str = "auto") -> Target:
@@ -31,11 +32,15 @@ def load_one(target: str, *, dtype: Precision = "bf16", device: str = "auto") ->
 
 
 def load_pair(target: str, drafter: Path, *, dtype: Precision = "bf16", device: str = "auto") -> tuple[Target, Speculator]:
-    """A target and an exported drafter (or checkpoint) for decoding on one device. Raises DraftsmithError."""
+    """A target and an exported drafter (or checkpoint) for decoding alone on one device. Raises DraftsmithError.
+
+    On a CPU their linear layers are packed for it, where they can be.
+    """
     where = resolve_devices([device], for_target=True)
     # The drafter first: it is the smaller one, so its errors come sooner. Cast once, not at every pass.
     loaded_drafter = load_drafter(drafter, device=where[0]).to(DTYPES[dtype])
-    loaded = load_one(target, dtype=dtype, device=device)
+    loaded = packed_for_decoding(load_one(target, dtype=dtype, device=device))
+    pack_linears(loaded_drafter)
     return loaded, Speculator(loaded, loaded_drafter)
 
 

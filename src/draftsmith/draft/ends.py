@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.draft.packed import packed_product
+
 
 def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     """Logits softly kept within ±cap, as Gemma 2 does; as they are without a cap."""
@@ -16,13 +18,14 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
 class FrozenEnds:
     """The target's embedding and head, [V, D] each, on a drafter's device, and what its family does around them.
 
-    scale: what embedded tokens are multiplied with (Gemma); cap: limit of the logits.
+    scale: what embedded tokens are multiplied with (Gemma); cap: limit of the logits; packed: the head once more, for decoding on a CPU.
     """
 
     embedding: Tensor
     head: Tensor
     scale: float = 1.0
     cap: float | None = None
+    packed: Tensor | None = None
 
     def embed(self, ids: Tensor) -> Tensor:
         """Vectors [..., D] of token ids, as the target's first layer gets them."""
@@ -32,7 +35,8 @@ class FrozenEnds:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D]."""
-        return cap_logits(hidden @ self.head.T, self.cap)
+        product = hidden @ self.head.T if self.packed is None else packed_product(hidden, self.packed)
+        return cap_logits(product, self.cap)
 
     def to(self, device: torch.device) -> "FrozenEnds":
         """The same on another device; tied ends stay one tensor."""

@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.config import TargetSection
 from draftsmith.draft.ends import FrozenEnds
+from draftsmith.draft.packed import PackedLinear, pack_linears
 from draftsmith.errors import TargetError
 from draftsmith.target.facts import TargetFacts
 
@@ -53,6 +54,13 @@ def share_weights(module: M) -> M:
     """A copy of a frozen module with module objects (and so hooks) of its own over the same parameters and buffers."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(t): t for t in tensors})
+
+
+def packed_for_decoding(target: Target) -> Target:
+    """The target with its linear layers packed for the CPU it is on, in place; as it is elsewhere. Nothing can be trained on it."""
+    pack_linears(target.model)
+    head = target.model.get_output_embeddings()
+    return replace(target, ends=replace(target.ends, packed=head.packed)) if isinstance(head, PackedLinear) else target
 
 
 def find_blocks(model: nn.Module, path: str) -> nn.ModuleList:
