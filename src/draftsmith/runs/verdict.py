@@ -320,9 +320,9 @@ def _by_phase(seen: Mapping[str, Any]) -> Verdict:
         )
     if beat.get("disk_free", FULL_BYTES) < FULL_BYTES:
         evidence = (*evidence, f"the disk is full: {beat['disk_free']} bytes free")
-    late = phase and now > phase.get("deadline", float("inf"))
-    # A beat from before the deadline says nothing about the time after it.
-    if late and beat.get("idle") and beat["boot"] > phase["deadline"]:
+    # A beat from before the deadline says nothing about the time after it: the next one decides.
+    late = phase and beat.get("boot", begun) > phase.get("deadline", float("inf"))
+    if late and beat.get("idle"):
         stacks = tuple(_lines(seen["stacks"], 12)) or ("no stacks could be had",)
         cause = f"nothing moves in phase {_phase(phase)}"
         return Verdict("hung", cause, (*evidence, *stacks), "read the stacks; stop it and resume", alive=True)
