@@ -271,6 +271,8 @@ def test_report_31_a_signal_finishes_the_step_saves_and_exits_in_time(
     step = int(saved.name.rpartition("-")[2])
     assert step >= 3
     assert f"at step {step};" in trainer.lines[-1]
+    if number == signal.SIGINT:
+        return  # what was saved is the same for both
     resumed = Trainer(config, f"train.max_steps={step + 2}", "train.epochs=1000000", "--resume", "latest")
     assert resumed.end() == 0
     assert any(f"resuming at step {step}" in line for line in resumed.lines)

@@ -20,6 +20,7 @@ from draftsmith.compiling.settings import apply_settings, settings_in_force
 from draftsmith.compiling.warmup import Warmed, seconds_left, warm_up, worth_compiling
 from draftsmith.data.packing import pack
 from draftsmith.draft.ends import FrozenEnds
+from draftsmith.draft.model import Drafter
 from draftsmith.errors import CompileError
 from draftsmith.pipeline.step import StepSettings, blank_batch, drafter_core, run_pack
 from draftsmith.target.capture import Capture
@@ -131,7 +132,7 @@ def test_report_3_twelve_document_lengths_need_no_more_graphs_than_buckets() -> 
     packs = pack(documents, [32, 64], 0)[0]
     assert {p.bucket for p in packs} == {32, 64}
     _, ends = batches(1)
-    drafter, plain = tiny_drafter(0), tiny_drafter(0)
+    drafter, plain = one_layer(0), one_layer(0)
     with Compiler(enabled=True, graphs=2, unplanned="error") as compiler:
         core = compiler.compiled(drafter_core)
         blanks = [(str(size), blank_batch(size, drafter, torch.float32, torch.device("cpu"))) for size in (32, 64)]
@@ -148,7 +149,7 @@ def test_report_3_twelve_document_lengths_need_no_more_graphs_than_buckets() -> 
 
 def test_report_5_first_calls_of_many_threads_are_right() -> None:
     compiled_at_all = 0
-    for attempt in range(5):
+    for attempt in range(3):
         with Compiler(enabled=True) as compiler:
             compiler.seal()
             plain = [toy(100 + attempt * 2 + i) for i in range(2)]
@@ -178,7 +179,12 @@ def test_report_5_first_calls_of_many_threads_are_right() -> None:
             assert wrong == []
             assert compiler.metrics.escaped == 0
             compiled_at_all += compiler.metrics.unplanned
-    assert compiled_at_all == 10
+    assert compiled_at_all == 6
+
+
+def one_layer(seed: int) -> Drafter:
+    """A second layer would only compile longer."""
+    return tiny_drafter(seed, num_hidden_layers=1, layer_types=("full_attention",))
 
 
 def settings_for(seed: int = 0) -> StepSettings:
@@ -196,7 +202,7 @@ def test_warm_workers_step_with_fresh_anchors_without_a_compile_and_as_eager_wou
     with Compiler(enabled=True, unplanned="error") as compiler:
         core = compiler.compiled(drafter_core)
         warmed: list[Warmed] = []
-        drafters = [tiny_drafter(seed) for seed in (0, 1)]
+        drafters = [one_layer(seed) for seed in (0, 1)]
         for rank, drafter in enumerate(drafters):
             blank = blank_batch(32, drafter, torch.float32, torch.device("cpu"))
             warm_up(
@@ -209,7 +215,7 @@ def test_warm_workers_step_with_fresh_anchors_without_a_compile_and_as_eager_wou
         compiler.seal()
         assert [w.worker for w in warmed] == ["drafter-0", "drafter-1"]
         for seed, drafter in enumerate(drafters):
-            plain = tiny_drafter(seed)
+            plain = one_layer(seed)
             for batch in packs:
                 got = compiler.run(partial(run_pack, drafter, ends, batch, settings_for(), core))
                 expected = run_pack(plain, ends, batch, settings_for())
@@ -328,7 +334,7 @@ def test_the_three_experiments_on_our_own_parts_show_no_fault(target: Target) ->
 
         def compile_graphs() -> None:
             try:
-                for number in range(8):
+                for number in range(4):
                     x = torch.ones(4 + number, requires_grad=True)
                     fast = compiler.compiled(toy(700 + number))
                     before = dict(counts)
@@ -342,8 +348,8 @@ def test_the_three_experiments_on_our_own_parts_show_no_fault(target: Target) ->
         errors = at_once([partial(capture, 0), partial(capture, 1), optimize, step, compile_graphs])
     assert errors == []
     assert wrong == []
-    assert (compiler.metrics.unplanned, compiler.metrics.escaped) == (8, 0)
-    assert min(counts.values()) >= 80, counts
+    assert (compiler.metrics.unplanned, compiler.metrics.escaped) == (4, 0)
+    assert min(counts.values()) >= 40, counts
 
 
 SCRIPT = """
@@ -377,7 +383,6 @@ def test_report_7_damaged_caches_are_rebuilt(tmp_path: Path) -> None:
         payload = path.read_bytes()
         path.write_bytes([payload[: len(payload) // 2], b"", b"\x80\x04foreign"][number % 3])
     (next(p for p in tmp_path.rglob("*") if p.is_dir()) / "tmp1234").write_bytes(b"\x80")
-    start()
     start()
 
 

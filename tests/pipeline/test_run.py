@@ -534,6 +534,7 @@ def test_compiled_training_equals_eager_training(small_config: Config, tmp_path:
     for enabled in (False, True):
         tree = variant(small_config, tmp_path / str(enabled)).model_dump()
         tree["compile"] = {"enabled": enabled, "unplanned": "error", "cache": str(tmp_path / "cache")}
+        tree["draft"]["layers"] = 1  # a second one would only compile longer
         config = parse_config(tree, "test")
         build.train(config, resume=None, say=quiet)
         losses[enabled] = [r["loss"] for r in metrics(config)]
