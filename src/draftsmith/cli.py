@@ -67,6 +67,9 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="section.key=value", help="Override single keys.")] = None,
     resume: Annotated[str | None, typer.Option(help="`latest`, or a checkpoint-N folder.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved plan and stop.")] = False,
+    profile: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Profile N steps: a table, and a Chrome trace in the run's folder.")
+    ] = 0,
 ) -> None:
     """Train a drafter.
 
@@ -80,7 +83,7 @@ def train(
         for line in build.resolve(settings).describe():
             say(line)
         return
-    outcome = build.train(settings, resume=resume, say=say)
+    outcome = build.train(settings, resume=resume, say=say, profile_steps=profile)
     if outcome.signal_number is not None:
         say(f"stopped on request at step {outcome.step}; saved in {settings.run.dir}. Go on with --resume latest")
     else:

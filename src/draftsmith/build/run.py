@@ -25,6 +25,7 @@ from draftsmith.errors import CaptureError
 from draftsmith.evaluate.suite import Prompt, load_prompts, measure_tau
 from draftsmith.pipeline.coordinator import Coordinator, Emit, Judge, Outcome, Save
 from draftsmith.pipeline.plan import generator_for, learning_rate
+from draftsmith.pipeline.profile import Profile
 from draftsmith.pipeline.replicas import Replica
 from draftsmith.pipeline.signals import StopRequest, stop_on_signals
 from draftsmith.pipeline.step import blank_batch, drafter_core, run_pack
@@ -151,8 +152,9 @@ def _write_config(config: Config, root: Path) -> None:
     os.replace(aside, root / "config.yaml")
 
 
-def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
-    """Train to the end of the plan, or to the first SIGTERM or SIGINT, saving last. Raises DraftsmithError.
+def train(config: Config, *, resume: str | None, say: Say, profile_steps: int = 0) -> Outcome:
+    """Train to the end of the plan, or to the first SIGTERM or SIGINT, saving last; profile that many steps, into `profile.json` of
+    the run's folder. Raises DraftsmithError.
 
     Until the first worker starts, signals do what they do to any process: there is nothing to save yet.
     """
@@ -202,6 +204,7 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
                 compiler=compiler,
                 core=compiler.compiled(drafter_core),
             )
+            profile = Profile(profile_steps, root / "profile.json", events.say) if profile_steps else None
             coordinator = Coordinator(
                 job,
                 save=_saver(run, root, compiler.enabled, events.emit),
@@ -209,10 +212,13 @@ def train(config: Config, *, resume: str | None, say: Say) -> Outcome:
                 judge=_judge(root, events.emit),
                 emit=events.emit,
                 stop=stop,
+                profile=profile,
             )
             try:
                 return coordinator.run(start_step)
             finally:
+                if profile is not None:
+                    profile.close()
                 if cache is not None:
                     try:
                         cache.close()

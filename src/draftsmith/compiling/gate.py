@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from draftsmith.spans import span
+
 CHECK_SECONDS = 0.5
 
 
@@ -116,15 +118,20 @@ class Gate:
         self._queue.append(place)
         begin = time.perf_counter()
         try:
-            while not self._may_enter(ticket, exclusive):
-                self._change.wait(CHECK_SECONDS)
-                self._bury_the_dead()
+            if not self._may_enter(ticket, exclusive):
+                with span("gate"):
+                    self._wait_until_let_in(ticket, exclusive)
         finally:
             self._queue.remove(place)
             # Whoever comes next in the queue may be free to go now, also when this one gave up.
             self._change.notify_all()
         waited = time.perf_counter() - begin
         self.metrics.wait_s[me.name] = self.metrics.wait_s.get(me.name, 0.0) + waited
+
+    def _wait_until_let_in(self, ticket: int, exclusive: bool) -> None:
+        while not self._may_enter(ticket, exclusive):
+            self._change.wait(CHECK_SECONDS)
+            self._bury_the_dead()
 
     def _bury_the_dead(self) -> None:
         for thread in [t for t in self._inside if not t.is_alive()]:

@@ -14,6 +14,7 @@ from draftsmith.compiling.warmup import COMPILE_SECONDS, Warmed, seconds_left
 from draftsmith.draft.model import Drafter
 from draftsmith.errors import PipelineError, ReplicaError
 from draftsmith.pipeline.channel import Channel, ChannelClosed
+from draftsmith.pipeline.profile import Profile
 from draftsmith.pipeline.replicas import GradientExchange, Replica
 from draftsmith.pipeline.signals import StopRequest
 from draftsmith.pipeline.workers import (
@@ -31,6 +32,7 @@ from draftsmith.pipeline.workers import (
     Wake,
     Worker,
 )
+from draftsmith.spans import Spans, span
 from draftsmith.types import Batch
 
 STOP_SECONDS = 4.0
@@ -54,7 +56,7 @@ class Outcome:
 class Coordinator:
     """Runs a job from `start_step`. `save(step, replica, digest, spared)` persists, and keeps the spared steps' checkpoints;
     `evaluate(drafter, guard, interrupted)` measures a copy on a thread of its own, and `judge(step, figures)` is told what it found;
-    `emit` reports."""
+    `emit` reports; `profile` keeps the spans of some steps."""
 
     def __init__(
         self,
@@ -65,8 +67,10 @@ class Coordinator:
         judge: Judge,
         emit: Emit,
         stop: StopRequest,
+        profile: Profile | None = None,
     ) -> None:
         self.job, self.stop = job, stop
+        self.spans, self._profile = Spans("coordinator"), profile
         self._save, self._judge, self._emit = save, judge, emit
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._evaluator = EvaluationWorker(job, evaluate, self._events) if evaluate is not None else None
@@ -82,8 +86,9 @@ class Coordinator:
         """Train until the plan ends or a stop is asked for; raises PipelineError with a worker's exception as its cause."""
         self.stop.wake = lambda: self._events.put(Wake())
         try:
-            self._start(start_step)
-            outcome = self._drive(start_step)
+            with self.spans.attached():
+                self._start(start_step)
+                outcome = self._drive(start_step)
         except BaseException as error:
             self._end(error)
             raise
@@ -135,6 +140,7 @@ class Coordinator:
     def _drive(self, start_step: int) -> Outcome:
         step, saved = start_step, start_step
         while step < self.job.plan.steps and not self.stop:
+            self._mark(step)
             self._release(step)
             done = self._await_step(step)
             if not done:
@@ -145,12 +151,17 @@ class Coordinator:
                 self._checkpoint(step)
                 saved = step
                 self._measure(step)
+        self._mark(step)
         if not self.stop:
             self._await_evaluations(step)
         if saved != step:
             self._checkpoint(step)
         # Asked to stop when everything was done and saved: then it is done.
         return Outcome(step, None if step == self.job.plan.steps else self.stop.signal_number)
+
+    def _mark(self, step: int) -> None:
+        if self._profile is not None:
+            self._profile.at(step, [self.spans, *(worker.spans for worker in self._workers)])
 
     def _release(self, step: int) -> None:
         for drafter in self._drafters:
@@ -244,6 +255,8 @@ class Coordinator:
                 "drafter_blocked_s": sum(c.get_wait_s for c in self._channels),
                 "gate_wait_s": self.job.compiler.gate.metrics.total_wait_s,
                 "unplanned_compiles": self.job.compiler.metrics.unplanned,
+                # Since the run began, by thread; their differences say where the time between two steps went.
+                "spans_s": {w.name: {name: round(s, 4) for name, s in w.spans.seconds.copy().items()} for w in self._workers},
             },
         )
 
@@ -255,14 +268,14 @@ class Coordinator:
             )
             self._next = None
         self._emit("phase", {"name": "saving", "step": step})
-        with self.job.compiler.gate.shared():
+        with span("save"), self.job.compiler.gate.shared():
             digests = [replica.digest() for replica in self.job.replicas]
         if len(set(digests)) != 1:
             told = ", ".join(f"replica {r}: {d[:12]}" for r, d in enumerate(digests))
             raise ReplicaError(
                 f"drafter replicas differ at step {step} ({told}); nothing was saved. Resume from the last checkpoint and report this"
             )
-        with self.job.compiler.gate.shared():
+        with span("save"), self.job.compiler.gate.shared():
             # Until it is known how good it is, a checkpoint may become the best.
             spared = frozenset() if self._measured is None else frozenset([self._measured])
             self._save(step, self.job.replicas[0], digests[0], spared)

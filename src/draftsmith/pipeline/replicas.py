@@ -12,6 +12,7 @@ from draftsmith.config import TrainSection
 from draftsmith.draft.ends import FrozenEnds
 from draftsmith.draft.model import Drafter
 from draftsmith.errors import PipelineError
+from draftsmith.spans import span
 
 
 class GradientExchange:
@@ -93,9 +94,10 @@ class Replica:
 
     def update(self, exchange: GradientExchange, weight: float, lr: float) -> float:
         """Average gradients, clip, step, zero; returns the gradient norm before clipping. All replicas do the same bits."""
-        exchange.average(self.rank, self.gradient, weight)
+        with span("reduce"):
+            exchange.average(self.rank, self.gradient, weight)
         # Eager AdamW asks whether something compiles and would take another path: it belongs inside the gate.
-        with exchange.gate.shared():
+        with span("step"), exchange.gate.shared():
             return self._step(lr)
 
     def _step(self, lr: float) -> float:

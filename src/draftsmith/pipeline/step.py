@@ -7,12 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from draftsmith.draft.anchors import Anchors, block_inputs, choose_anchors, slot_positions, slot_targets
+from draftsmith.draft.anchors import Anchors, SlotTargets, block_inputs, choose_anchors, slot_positions, slot_targets
 from draftsmith.draft.ends import FrozenEnds
 from draftsmith.draft.loss import accepted_lengths, chunked_head_loss, dpace_weights, slot_weights
 from draftsmith.draft.mask import Mask, build_mask
 from draftsmith.draft.model import SLIDING, Drafter
 from draftsmith.pipeline.plan import generator_for
+from draftsmith.spans import span
 from draftsmith.types import Batch, HiddenStates, StepResult, Tokens
 
 Loss = Literal["ce", "dpace", "kl"]
@@ -82,10 +83,11 @@ def drafted_hidden(
 ) -> Tensor:
     """Drafter outputs of all slots of a pack, [A, K, D]. Anchors and everything else live on the drafter's device."""
     device, config, tokens = ends.head.device, drafter.config, batch.tokens
-    if batch.hidden.ready is not None and device.type == "cuda":
-        torch.cuda.current_stream(device).wait_event(batch.hidden.ready)
-    # Towards the CPU a copy that does not block would be read before it ends.
-    features = batch.hidden.features.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
+    with span("copy"):
+        if batch.hidden.ready is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).wait_event(batch.hidden.ready)
+        # Towards the CPU a copy that does not block would be read before it ends.
+        features = batch.hidden.features.to(device=device, dtype=dtype, non_blocking=device.type == "cuda")
     document_ids, position_ids = tokens.document_ids.to(device), tokens.position_ids.to(device)
     slots = block_inputs(tokens.ids.to(device), anchors, config.block_size, config.mask_token_id)
     positions = slot_positions(position_ids, anchors, config.block_size)
@@ -103,11 +105,18 @@ def _teacher(batch: Batch, anchors: Anchors, block_size: int, device: torch.devi
     return final.to(device)[before.clamp(max=final.shape[0] - 1).flatten()]
 
 
-def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSettings, core: Core = drafter_core) -> StepResult:
-    """Forward and, where gradients are enabled, backward of the *sum* of the weighted losses; divide by all weights later.
+@dataclass(frozen=True)
+class _Losses:
+    """rows: the slots that carry loss, of the A*(K-1) that are predicted; weights and guesses: theirs; loss_sum: differentiable."""
 
-    Gradients add up in the parameters' `.grad`. A pack without supervised slots gives zeros, never NaN.
-    """
+    targets: SlotTargets
+    rows: Tensor
+    weights: Tensor
+    guesses: Tensor
+    loss_sum: Tensor
+
+
+def _forward(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSettings, core: Core) -> _Losses:
     device, block_size, tokens = ends.head.device, drafter.config.block_size, batch.tokens
     on_host = anchors_for(batch, settings, block_size)
     anchors = Anchors(on_host.positions.to(device), on_host.valid.to(device))
@@ -129,21 +138,34 @@ def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSet
         losses[rows] = loss.losses.detach()
         weights = dpace_weights(losses.view_as(targets.labels), targets.supervised, settings.dpace_alpha)
     used = weights.flatten()[rows]
-    loss_sum = (used * loss.losses).sum()
-    if torch.is_grad_enabled():
-        loss_sum.backward()
-    right = torch.zeros(targets.labels.numel(), dtype=torch.bool, device=device)
-    right[rows] = loss.guesses == targets.labels.flatten()[rows]
+    return _Losses(targets, rows, used, loss.guesses, (used * loss.losses).sum())
+
+
+def run_pack(drafter: Drafter, ends: FrozenEnds, batch: Batch, settings: StepSettings, core: Core = drafter_core) -> StepResult:
+    """Forward and, where gradients are enabled, backward of the *sum* of the weighted losses; divide by all weights later.
+
+    Gradients add up in the parameters' `.grad`. A pack without supervised slots gives zeros, never NaN.
+    """
+    with span("forward"):
+        losses = _forward(drafter, ends, batch, settings, core)
+    with span("backward"):
+        if torch.is_grad_enabled():
+            losses.loss_sum.backward()
+        # Reading a number waits for the device.
+        loss_sum = float(losses.loss_sum.detach())
+    targets = losses.targets
+    right = torch.zeros(targets.labels.numel(), dtype=torch.bool, device=losses.rows.device)
+    right[losses.rows] = losses.guesses == targets.labels.flatten()[losses.rows]
     right = right.view_as(targets.supervised)
     measured = targets.supervised[:, 0]
     return StepResult(
-        loss_sum=float(loss_sum.detach()),
-        weight_sum=float(used.sum()),
+        loss_sum=loss_sum,
+        weight_sum=float(losses.weights.sum()),
         correct=(right & targets.supervised).sum(dim=0).tolist(),
         counted=targets.supervised.sum(dim=0).tolist(),
         accepted_sum=int(accepted_lengths(right, targets.supervised)[measured].sum()),
         blocks=int(measured.sum()),
-        tokens=tokens.filled,
+        tokens=batch.tokens.filled,
     )
 
 

@@ -17,6 +17,7 @@ from draftsmith.pipeline.channel import Channel
 from draftsmith.pipeline.plan import Plan, learning_rate
 from draftsmith.pipeline.replicas import GradientExchange, Replica
 from draftsmith.pipeline.step import Core, StepSettings, blank_batch, run_pack
+from draftsmith.spans import Spans, span
 from draftsmith.target.sources import StateSource
 from draftsmith.types import Batch, StepResult, Tokens
 
@@ -102,13 +103,15 @@ class Worker(threading.Thread):
         # Daemonic so that one stuck in foreign code cannot hold the process; its errors still arrive as events.
         super().__init__(name=name, daemon=True)
         self._events, self._device, self._cpu_threads = events, device, cpu_threads
+        self.spans = Spans(name, partial(torch.cuda.synchronize, device) if device.type == "cuda" else None)
 
     def run(self) -> None:
         try:
             torch.set_num_threads(self._cpu_threads)
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            self.work()
+            with self.spans.attached():
+                self.work()
         except BaseException as error:
             self.failed(error)
 
@@ -138,7 +141,9 @@ class EvaluationWorker(Worker):
         while (command := self.commands.get()) is not None:
             step, drafter = command
             # The target decodes eagerly, as capture does: one prompt at a time is let in, so that nobody waits for all of them.
-            self._events.put(Evaluated(step, self._evaluate(drafter, self._gate.shared, self.ending.is_set)))
+            with span("evaluate"):
+                figures = self._evaluate(drafter, self._gate.shared, self.ending.is_set)
+            self._events.put(Evaluated(step, figures))
 
 
 class TargetWorker(Worker):
@@ -156,10 +161,11 @@ class TargetWorker(Worker):
         for position in plan.target_positions(self._rank, self._start_step):
             tokens = self._job.packs[plan.pack_at(position)]
             # Eager, but model code asks whether something compiles: never while another thread does.
-            with self._job.compiler.gate.shared():
+            with span("capture"), self._job.compiler.gate.shared():
                 batch = Batch(position, tokens, self._source(tokens))
             replica, number = plan.route(position, self._start_step)
-            self._channels[replica].put(number, batch)
+            with span("wait"):
+                self._channels[replica].put(number, batch)
 
 
 class DrafterWorker(Worker):
@@ -175,6 +181,10 @@ class DrafterWorker(Worker):
 
     def _run(self, batch: Batch) -> StepResult:
         return run_pack(self._replica.drafter, self._replica.ends, batch, self._job.settings, self._job.core)
+
+    def _next_batch(self) -> Batch:
+        with span("wait"):
+            return self._channel.get()
 
     def _warm_up(self) -> None:
         drafter, dtype = self._replica.drafter, self._job.sources[0].dtype
@@ -194,7 +204,7 @@ class DrafterWorker(Worker):
         begin, waited = time.perf_counter(), channel.get_wait_s
         # The channel is waited for outside the gate, and each pack is let in by itself.
         compiler, told = self._job.compiler, partial(self._events.put, Compiling(self.name))
-        results = [compiler.run(partial(self._run, channel.get()), told) for _ in range(plan.share)]
+        results = [compiler.run(partial(self._run, self._next_batch()), told) for _ in range(plan.share)]
         result = sum(results[1:], start=results[0])
         lr = learning_rate(step, peak=self._job.peak_lr, steps=plan.steps, warmup=self._job.warmup)
         norm = self._replica.update(self._exchange, result.weight_sum, lr)
