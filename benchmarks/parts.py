@@ -1,6 +1,7 @@
 """What several benchmarks share: a random target in a folder, packs of random documents, and a job built from them."""
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,7 +103,7 @@ def run_job(
         save=lambda _step, _replica, _digest, _spared: None,
         evaluate=None,
         judge=lambda _step, _figures: None,
-        emit=lambda kind, fields: events.append({"kind": kind, **fields}),
+        emit=lambda kind, fields: events.append({"kind": kind, "at": time.perf_counter(), **fields}),
         stop=StopRequest(),
     )
     return coordinator.run(0), events
