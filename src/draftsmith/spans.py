@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 _here = threading.local()
@@ -20,20 +21,26 @@ class Kept(NamedTuple):
     end: float
 
 
+@dataclass
+class _Open:
+    name: str
+    begin: float
+    inner_s: float = 0.0
+
+
 class Spans:
     """One thread's counters, which others may read at any time.
 
-    seconds: by name, each without the spans inside it, so that they add up to at most the wall. kept: the spans of a profile, as they
-    end; None while none is taken. settle: waits for what the device still has to do; called at the ends of spans while a profile is
-    taken, since CUDA kernels end after the call that launched them.
+    seconds: by name, each without the spans inside it, so that they add up to at most the wall. settle: waits for what the device
+    still has to do; called at the ends of spans while a profile is taken, since CUDA kernels end after the call that launched them.
     """
 
     def __init__(self, thread: str, settle: Callable[[], None] | None = None) -> None:
         self.thread = thread
         self.seconds: dict[str, float] = {}
-        self.kept: list[Kept] | None = None
         self._settle = settle
-        self._inner = 0.0
+        self._open: list[_Open] = []
+        self._kept: list[Kept] | None = None
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -44,35 +51,43 @@ class Spans:
         finally:
             _here.spans = None
 
-    def enter(self) -> float:
-        """Begin a span; give back what this returns to `leave`."""
-        outside, self._inner = self._inner, 0.0
-        return outside
+    def keep(self) -> None:
+        """From now on keep every span by itself. Any thread may call this and `take`."""
+        self._kept = []
 
-    def leave(self, name: str, begin: float, outside: float) -> None:
-        """End the span that began at `begin`."""
-        if self.kept is not None and self._settle is not None:
+    def take(self) -> list[Kept]:
+        """The spans that ended since `keep`, and those under way as if they ended now; nothing is kept from here on."""
+        kept, self._kept = self._kept or [], None
+        now = time.perf_counter()
+        return [*kept, *(Kept(one.name, one.begin, now) for one in [*self._open])]
+
+    def enter(self, name: str) -> None:
+        """Begin a span inside the one under way."""
+        self._open.append(_Open(name, time.perf_counter()))
+
+    def leave(self) -> None:
+        """End the span that began last."""
+        kept = self._kept  # another thread may take it meanwhile
+        if kept is not None and self._settle is not None:
             self._settle()
-        end = time.perf_counter()
-        if self.kept is not None:
-            self.kept.append(Kept(name, begin, end))
-        self.seconds[name] = self.seconds.get(name, 0.0) + (end - begin) - self._inner
-        self._inner = outside + (end - begin)
+        one, end = self._open.pop(), time.perf_counter()
+        took = end - one.begin
+        if kept is not None:
+            kept.append(Kept(one.name, one.begin, end))
+        self.seconds[one.name] = self.seconds.get(one.name, 0.0) + took - one.inner_s
+        if self._open:
+            self._open[-1].inner_s += took
 
 
-class span:
-    """Counts what runs inside under a name."""
-
-    __slots__ = ("_begin", "_name", "_outside", "_spans")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._spans: Spans | None = getattr(_here, "spans", None)
-        if self._spans is not None:
-            self._outside, self._begin = self._spans.enter(), time.perf_counter()
-
-    def __exit__(self, *_error: object) -> None:
-        if self._spans is not None:
-            self._spans.leave(self._name, self._begin, self._outside)
+@contextmanager
+def span(name: str) -> Iterator[None]:
+    """Count what runs inside under a name."""
+    spans: Spans | None = getattr(_here, "spans", None)
+    if spans is None:
+        yield
+        return
+    spans.enter(name)
+    try:
+        yield
+    finally:
+        spans.leave()

@@ -75,11 +75,43 @@ def test_a_device_is_waited_for_only_while_a_profile_is_taken() -> None:
         with span("forward"):
             pass
         assert not settled
-        mine.kept = []
+        mine.keep()
         with span("forward"):
             pass
     assert len(settled) == 1
-    assert [k.name for k in mine.kept] == ["forward"]
+    assert [k.name for k in mine.take()] == ["forward"]
+
+
+def test_a_span_under_way_when_the_profile_ends_is_kept_as_far_as_it_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, mine = Clock(monkeypatch), Spans("me")
+    with mine.attached(), span("evaluate"):
+        clock.now += 1
+        mine.keep()
+        with span("gate"):
+            clock.now += 2
+            assert mine.take() == [Kept("evaluate", 0, 3), Kept("gate", 1, 3)]
+        clock.now += 1
+    assert mine.seconds == {"evaluate": 2, "gate": 2}
+
+
+def test_a_profile_may_be_taken_while_a_span_ends() -> None:
+    """What ends a span must not fail when the profile ends within it."""
+    mine = Spans("me", lambda: taken.extend(mine.take()))
+    taken: list[Kept] = []
+    mine.keep()
+    with mine.attached(), span("forward"):
+        pass
+    assert [k.name for k in taken] == ["forward"]
+    assert set(mine.seconds) == {"forward"}
+
+
+def test_a_step_that_was_given_up_is_not_profiled(tmp_path: Path) -> None:
+    said: list[str] = []
+    profile = Profile(5, tmp_path / "p.json", said.append)
+    for step in (10, 11, 12, 12):
+        profile.at(step, [Spans("a")])
+    profile.close()
+    assert "steps 12 to 12" in said[0]
 
 
 def test_the_table_cuts_spans_at_the_profiles_ends_and_names_what_no_span_covers() -> None:
@@ -147,7 +179,9 @@ def test_a_profile_ends_with_the_run_at_the_latest(tmp_path: Path, steps: int, w
     profile.close()
     assert words in said[0]
     assert len([line for line in said if "profile " in line]) == 1
-    assert threads[0].kept is None
+    with threads[0].attached(), span("later"):
+        pass
+    assert threads[0].take() == []
     assert (tmp_path / "p.json").exists() == bool(steps)
 
 

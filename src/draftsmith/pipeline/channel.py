@@ -8,6 +8,8 @@ import threading
 import time
 from typing import Generic, TypeVar
 
+from draftsmith.spans import span
+
 T = TypeVar("T")
 
 
@@ -33,7 +35,8 @@ class Channel(Generic[T]):
         """Hand over item `number`, waiting while it is `capacity` or more ahead of the consumer; raises ChannelClosed."""
         with self._change:
             start = time.perf_counter()
-            self._change.wait_for(lambda: self._closed or number < self._next + self.capacity)
+            with span("wait"):
+                self._change.wait_for(lambda: self._closed or number < self._next + self.capacity)
             self.put_wait_s += time.perf_counter() - start
             self._raise_if_closed()
             self._items[number] = item
@@ -43,7 +46,8 @@ class Channel(Generic[T]):
         """The next item in order, waiting for it; raises ChannelClosed, at once if the channel was closed with an error."""
         with self._change:
             self._waiting_since = start = time.perf_counter()
-            self._change.wait_for(lambda: self._closed or self._next in self._items)
+            with span("wait"):
+                self._change.wait_for(lambda: self._closed or self._next in self._items)
             self._waiting_since = None
             self.get_wait_s += time.perf_counter() - start
             if self._error is not None or self._next not in self._items:

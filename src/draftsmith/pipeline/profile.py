@@ -29,13 +29,14 @@ class Profile:
             return
         if self._first is None:
             self._first = step + 1
-        if step < self._first:
+        # A step that a stop gave up is no step: the same one is told again.
+        if step != self._first + len(self._marks):
             return
         self._marks.append(time.perf_counter())
         if step == self._first:
             self._threads = threads
             for thread in threads:
-                thread.kept = []
+                thread.keep()
         elif step == self._first + self._steps:
             self.close()
 
@@ -44,14 +45,12 @@ class Profile:
         if self._done:
             return
         self._done = True
+        taken = [(thread.thread, thread.take()) for thread in self._threads]
         if self._first is None or len(self._marks) < 2:
             self._say("profile    nothing kept: the run ended before its second step did")
             return
         begin, end = self._marks[0], self._marks[-1]
-        lanes: list[tuple[str, list[Kept]]] = []
-        for thread in self._threads:
-            kept, thread.kept = thread.kept or [], None
-            lanes.append((thread.thread, [s for s in kept if s.end > begin and s.begin < end]))
+        lanes = [(thread, [s for s in kept if s.end > begin and s.begin < end]) for thread, kept in taken]
         steps = len(self._marks) - 1
         self._say(f"profile    steps {self._first + 1} to {self._first + steps}, {1000 * (end - begin) / steps:.1f} ms each")
         try:

@@ -164,8 +164,7 @@ class TargetWorker(Worker):
             with span("capture"), self._job.compiler.gate.shared():
                 batch = Batch(position, tokens, self._source(tokens))
             replica, number = plan.route(position, self._start_step)
-            with span("wait"):
-                self._channels[replica].put(number, batch)
+            self._channels[replica].put(number, batch)
 
 
 class DrafterWorker(Worker):
@@ -181,10 +180,6 @@ class DrafterWorker(Worker):
 
     def _run(self, batch: Batch) -> StepResult:
         return run_pack(self._replica.drafter, self._replica.ends, batch, self._job.settings, self._job.core)
-
-    def _next_batch(self) -> Batch:
-        with span("wait"):
-            return self._channel.get()
 
     def _warm_up(self) -> None:
         drafter, dtype = self._replica.drafter, self._job.sources[0].dtype
@@ -204,7 +199,7 @@ class DrafterWorker(Worker):
         begin, waited = time.perf_counter(), channel.get_wait_s
         # The channel is waited for outside the gate, and each pack is let in by itself.
         compiler, told = self._job.compiler, partial(self._events.put, Compiling(self.name))
-        results = [compiler.run(partial(self._run, self._next_batch()), told) for _ in range(plan.share)]
+        results = [compiler.run(partial(self._run, channel.get()), told) for _ in range(plan.share)]
         result = sum(results[1:], start=results[0])
         lr = learning_rate(step, peak=self._job.peak_lr, steps=plan.steps, warmup=self._job.warmup)
         norm = self._replica.update(self._exchange, result.weight_sum, lr)
