@@ -8,7 +8,6 @@ tokens per second over dflash's; `over_plain` the same over generate. Peak memor
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.pairs import forget_peak, memory, middle, peak_elsewhere, ratios
+from benchmarks.pairs import forget_peak, memory, middle, peak_elsewhere, ratios, show
 from benchmarks.smollm2 import prompts as made_prompts
 from draftsmith.build import load_one, load_pair
 from draftsmith.checkpoint.export import export_drafter
@@ -171,7 +170,7 @@ def main() -> None:
         if told.drafter is None:
             write_random_drafter(drafter, load_one(told.target, dtype="fp32", device="cpu"))
         row = compare(told.target, drafter, told)
-    print(json.dumps(row) if told.json else "\n".join(f"{key}: {value}" for key, value in row.items()), flush=True)
+    show(row, as_json=told.json)
 
 
 if __name__ == "__main__":

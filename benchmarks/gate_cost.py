@@ -7,7 +7,6 @@ drafter threads. `ratio` is the median over pairs of steps per second with the g
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
+    from benchmarks.pairs import show
     from benchmarks.parts import random_packs, random_target, run_job, scratch
     from draftsmith.compiling.cache import use_cache
     from draftsmith.compiling.compiler import Compiler
@@ -61,7 +61,7 @@ def main() -> None:
         "steps_per_s": {name: round(median(values), 2) for name, values in rates.items()},
         "unplanned_compiles": compiler.metrics.unplanned,
     }
-    print(json.dumps(row) if arguments.json else "\n".join(f"{key}: {value}" for key, value in row.items()))
+    show(row, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ values and no hangs, and with 2 where there is no CUDA device. Under six minutes
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ def main() -> int:
     import torch
 
     from benchmarks.compile_threads import Stage, run_mechanism
+    from benchmarks.pairs import show
     from draftsmith.compiling.cache import use_cache
 
     if not torch.cuda.is_available():
@@ -33,7 +33,7 @@ def main() -> int:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, use_cache(Path(folder)):
         row = run_mechanism("gate", arguments.seconds, stage) | {"whole_s": round(time.perf_counter() - begin, 1)}
-    print(json.dumps(row) if arguments.json else "\n".join(f"{key}: {value}" for key, value in row.items()), flush=True)
+    show(row, as_json=arguments.json)
     return int(bool(row["errors"] or row["wrong"] or row["hangs"]))
 
 

@@ -1,9 +1,10 @@
 """Two ways to do the same work, timed in turns on one machine: A B A B …; what counts is the ratio within each pair."""
 
+import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -57,3 +58,8 @@ def peak_elsewhere(benchmark: str, *words: str) -> int:
     """What `python -m benchmark ... ` prints last, a number of bytes: each side is measured in a process of its own."""
     told = subprocess.run([sys.executable, "-m", benchmark, *words], check=True, capture_output=True, text=True)
     return int(told.stdout.split()[-1])
+
+
+def show(row: Mapping[str, object], *, as_json: bool) -> None:
+    """A benchmark's result: one JSON object on a line, or a line a figure for people."""
+    print(json.dumps(row) if as_json else "\n".join(f"{key}: {value}" for key, value in row.items()), flush=True)

@@ -8,7 +8,6 @@ timed by itself, and the copy to the drafter's device and type. The spans say wh
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -34,14 +33,14 @@ def main() -> None:
     arguments = parser.parse_args()
     import torch
 
-    from benchmarks.pairs import middle
+    from benchmarks.pairs import middle, show
     from benchmarks.parts import random_packs, random_target, run_job, scratch
     from draftsmith.compiling.cache import use_cache
     from draftsmith.compiling.compiler import Compiler
 
     torch.set_num_threads(1)
     target, packs = random_target(), random_packs(512, 24)
-    walls, handoffs, megabytes = [], [], 512 * 3 * target.embedding.shape[1] * 4 / 1e6
+    walls, handoffs, exchange_s, megabytes = [], [], channel_seconds(), 512 * 3 * target.embedding.shape[1] * 4 / 1e6
     spans: dict[str, dict[str, list[float]]] = {}
     with scratch() as folder, use_cache(folder), Compiler(enabled=True, unplanned="error") as compiler:
         run_job(target, packs, compiler, steps=2, replicas=1)
@@ -49,7 +48,7 @@ def main() -> None:
             _, events = run_job(target, packs, compiler, steps=arguments.steps, replicas=1)
             steps = [event for event in events if event["kind"] == "step"]
             # The channel is full, or empty, after a few steps; what the counters gained from there on is compared with the wall.
-            first, last = steps[9], steps[-1]
+            first, last = steps[len(steps) // 6], steps[-1]
             count, wall = last["step"] - first["step"], last["at"] - first["at"]
             gained = {
                 thread: {name: s - first["spans_s"][thread].get(name, 0.0) for name, s in seconds.items()}
@@ -57,7 +56,7 @@ def main() -> None:
             }
             busy = {t: sum(s for name, s in seconds.items() if name not in ("wait", "gate")) for t, seconds in gained.items()}
             walls.append(wall / max(busy.values()))
-            handoffs.append((gained["drafter-0"]["copy"] / count + channel_seconds()) / (wall / count))
+            handoffs.append((gained["drafter-0"]["copy"] / count + exchange_s) / (wall / count))
             for thread, seconds in gained.items():
                 for name, s in seconds.items():
                     spans.setdefault(thread, {}).setdefault(name, []).append(1000 * s / count)
@@ -68,11 +67,11 @@ def main() -> None:
         "pairs": arguments.runs,
         "wall_over_busiest": middle(walls),
         "handoff_fraction": middle(handoffs, 5),
-        "channel_us": round(1e6 * channel_seconds(), 1),
+        "channel_us": round(1e6 * exchange_s, 1),
         "handoff_mb": round(megabytes, 2),
         "spans_ms": {thread: {name: middle(each, 2) for name, each in names.items()} for thread, names in spans.items()},
     }
-    print(json.dumps(row) if arguments.json else "\n".join(f"{key}: {value}" for key, value in row.items()))
+    show(row, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.pairs import forget_peak, interleave, matmul_rate, memory, middle, peak_elsewhere, ratios
+from benchmarks.pairs import forget_peak, interleave, matmul_rate, memory, middle, peak_elsewhere, ratios, show
 from draftsmith.checkpoint.export import export_drafter
 from draftsmith.compiling.cache import use_cache
 from draftsmith.compiling.compiler import Compiler
@@ -285,7 +285,7 @@ def main() -> None:
                 print(measure_peak(told.peak, shape, dtype))
                 continue
             row = compare(shape, dtype, told.pairs)
-            print(json.dumps(row) if told.json else "\n".join(f"{key}: {value}" for key, value in row.items()), flush=True)
+            show(row, as_json=told.json)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def main() -> None:
     if arguments.cache:
         print(json.dumps(start(arguments.cache, float(sys.stdin.readline()))))
         return
+    from benchmarks.pairs import show
     from benchmarks.parts import scratch
 
     starts = []
@@ -68,7 +69,7 @@ def main() -> None:
         "later_over_first_worker": round(max(later) / first, 4),
         "warm_over_cold_first_step": round(warm["first_step_s"] / cold["first_step_s"], 3),
     }
-    print(json.dumps(row) if arguments.json else "\n".join(f"{key}: {value}" for key, value in row.items()))
+    show(row, as_json=arguments.json)
 
 
 if __name__ == "__main__":
