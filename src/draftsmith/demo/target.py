@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.demo import tasks
+from draftsmith.demo.muon import Muon, fast_dtype
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -107,10 +108,11 @@ def _train(
     model: Qwen3ForCausalLM, batches: Iterator[tuple[Tensor, Tensor]], recipe: TargetRecipe, say: Callable[[str], None]
 ) -> None:
     """Muon on the matrices and AdamW on the rest: it learns to copy in about half the steps of AdamW alone."""
+    dtype = fast_dtype()
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "embed" not in n)]
     optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-        (torch.optim.Muon(matrices, lr=recipe.matrix_lr, momentum=0.95, weight_decay=0.01), recipe.matrix_lr),
+        (Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.01, dtype=dtype), recipe.matrix_lr),
         (torch.optim.AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0), recipe.other_lr),
     ]
     begin, tokens = time.perf_counter(), 0
@@ -120,7 +122,7 @@ def _train(
             for group in optimizer.param_groups:
                 group["lr"] = rate * scale
         ids, labels = next(batches)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             logits = model(ids).logits
         loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
