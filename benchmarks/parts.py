@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,75 +24,96 @@ from draftsmith.target.capture import Capture
 from draftsmith.target.load import Target
 from draftsmith.types import Document, Tokens
 
-DIM, VOCAB, LAYERS = 128, 640, 6
+
+@dataclass(frozen=True)
+class Widths:
+    """What target and drafter have in common; layers: the target's."""
+
+    vocab: int
+    dim: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
 
 
-def random_target() -> Target:
-    """A small random Qwen3 target as the pipeline knows it; it has no tokenizer, since nothing is tokenised."""
+TINY = Widths(vocab=640, dim=128, mlp=384, heads=4, kv_heads=2, head_dim=32, layers=6)
+SMOLLM2 = Widths(vocab=49152, dim=576, mlp=1536, heads=9, kv_heads=3, head_dim=64, layers=30)
+
+
+SETTINGS = StepSettings(anchors=64, gamma=4.0, dtype=torch.float32, seed=0)
+RECIPE, PEAK_LR = TrainSection(), 1e-3
+
+
+def random_target(widths: Widths = TINY) -> Target:
+    """A random Qwen3 target as the pipeline knows it; it has no tokenizer, since nothing is tokenised."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=3 * DIM,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        vocab_size=widths.vocab,
+        hidden_size=widths.dim,
+        intermediate_size=widths.mlp,
+        num_hidden_layers=widths.layers,
+        num_attention_heads=widths.heads,
+        num_key_value_heads=widths.kv_heads,
+        head_dim=widths.head_dim,
         tie_word_embeddings=True,
     )
     model = Qwen3ForCausalLM(config).eval().requires_grad_(False)
     decoder, weight = model.get_decoder(), model.lm_head.weight.detach()
-    facts = ("random", None, FrozenEnds(weight, weight), frozenset[int](), config, LAYERS, "random")
+    facts = ("random", None, FrozenEnds(weight, weight), frozenset[int](), config, widths.layers, "random")
     return Target(*facts, model, torch.device("cpu"), decoder, "model.layers")  # type: ignore[arg-type]
 
 
-def random_packs(bucket: int, count: int) -> list[Tokens]:
+def random_packs(bucket: int, count: int, vocab: int = TINY.vocab) -> list[Tokens]:
     """Packs of random documents of mixed lengths, supervised in their second halves."""
     generator = torch.Generator().manual_seed(0)
     documents, total = [], 0
     while total < bucket * count:
         length = int(torch.randint(20, 140, (), generator=generator))
-        ids = torch.randint(0, VOCAB - 1, (length,), generator=generator)
+        ids = torch.randint(0, vocab - 1, (length,), generator=generator)
         documents.append(Document(f"d{len(documents)}", ids, torch.arange(length) >= length // 2))
         total += length
     return pack(documents, [bucket], 0)[0]
 
 
-def drafter_shape(block_size: int = 8, layers: int = 3) -> DrafterConfig:
+def drafter_shape(block_size: int = 8, layers: int = 3, widths: Widths = TINY) -> DrafterConfig:
     return DrafterConfig(
-        vocab_size=VOCAB,
-        hidden_size=DIM,
-        intermediate_size=3 * DIM,
+        vocab_size=widths.vocab,
+        hidden_size=widths.dim,
+        intermediate_size=widths.mlp,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_attention_heads=widths.heads,
+        num_key_value_heads=widths.kv_heads,
+        head_dim=widths.head_dim,
         block_size=block_size,
-        mask_token_id=VOCAB - 1,
-        num_target_layers=LAYERS,
-        target_layer_ids=default_target_layer_ids(LAYERS, 3),
+        mask_token_id=widths.vocab - 1,
+        num_target_layers=widths.layers,
+        target_layer_ids=default_target_layer_ids(widths.layers, 3),
         layer_types=("full_attention",) * layers,
     )
 
 
+def first_drafter(shape: DrafterConfig) -> Drafter:
+    """The drafter that every run begins with, attending as the product does on a CPU."""
+    return Drafter(shape, "blocks").initialise(generator_for(0, "weights", 0))
+
+
 def run_job(
-    target: Target, packs: list[Tokens], compiler: Compiler, *, steps: int, replicas: int = 2, anchors: int = 64
+    target: Target, packs: list[Tokens], compiler: Compiler, *, steps: int, replicas: int = 2, widths: Widths = TINY
 ) -> tuple[Outcome, list[dict]]:
     """Train `steps` steps on threads as the product does, saving nothing; the outcome and the step events."""
-    settings = StepSettings(anchors=anchors, gamma=4.0, dtype=torch.float32, seed=0)
-    shape, events = drafter_shape(), []
-    made = []
-    for rank in range(replicas):
-        drafter = Drafter(shape).initialise(generator_for(0, "weights", 0))
-        made.append(Replica(rank, drafter, FrozenEnds(target.embedding, target.head), TrainSection()))
+    shape, events = drafter_shape(widths=widths), []
+    ends = FrozenEnds(target.embedding, target.head)
+    made = [Replica(rank, first_drafter(shape), ends, RECIPE, replicas) for rank in range(replicas)]
     job = Job(
         replicas=made,
         sources=[Capture(target, shape.target_layer_ids)],
         packs=packs,
         plan=Plan(len(packs), replicas, steps, replicas, 1, 0),
-        settings=settings,
-        peak_lr=1e-3,
-        warmup=0.04,
+        settings=SETTINGS,
+        peak_lr=PEAK_LR,
+        warmup=RECIPE.warmup,
         channel_capacity=4,
         cpu_threads=1,
         checkpoint_every=10**9,

@@ -212,8 +212,8 @@ class Resolved:
 
 
 def replica_bytes(run: Resolved, bucket: int, device: torch.device) -> float:
-    """Estimated bytes of one drafter replica on a device at its peak: weights, gradient and moments in fp32, their copy in the compute
-    type, saved activations of one pack, the mask, a chunk of logits."""
+    """Estimated bytes of one drafter replica on a device at its peak: weights and gradient in fp32, its share of the moments, a copy
+    of the weights in the compute type, saved activations of one pack, the mask, a chunk of logits."""
     config, width = run.drafter, DTYPES[run.config.train.precision].itemsize
     parameters = parameter_count(config)
     slots = run.config.train.anchors * config.block_size
@@ -227,7 +227,7 @@ def replica_bytes(run: Resolved, bucket: int, device: torch.device) -> float:
     seen = 2 * SCORES * width + bucket * run.config.train.anchors if run.attention == "blocks" else slots * keys
     logits = min(suitable_chunk(device), slots * config.vocab_size) * 8
     cast = parameters * width if width < 4 else 0
-    return 16 * parameters + cast + activations * width + seen + logits
+    return (8 + 8 / len(run.drafter_devices)) * parameters + cast + activations * width + seen + logits
 
 
 def resolve(config: Config, day: date | None = None) -> Resolved:

@@ -3,7 +3,7 @@
 import copy
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def build_replicas(run: Resolved, checkpoint: checkpoints.Checkpoint | None) -> 
     for rank, device in enumerate(run.drafter_devices):
         drafter = copy.deepcopy(first).to(device)
         # On the target's own device the drafter borrows the very same tensors; elsewhere it needs a copy, one if tied.
-        replica = Replica(rank, drafter, run.facts.ends.to(device), run.config.train)
+        replica = Replica(rank, drafter, run.facts.ends.to(device), run.config.train, len(run.drafter_devices))
         if checkpoint is not None:
             replica.load(checkpoint.weights, checkpoint.optimizer)
         replicas.append(replica)
@@ -89,12 +89,12 @@ def make_compiler(run: Resolved, replica: Replica, before: bool | None, say: Say
 def _saver(run: Resolved, root: Path, compiled: bool, emit: Emit) -> Save:
     train, fingerprint, recipe = run.config.train, run.fingerprint(), run.recipe()
 
-    def save(step: int, replica: Replica, digest: str, spared: frozenset[int]) -> None:
+    def save(step: int, replicas: Sequence[Replica], digest: str, spared: frozenset[int]) -> None:
         checkpoint = checkpoints.Checkpoint(
             step=step,
             config=run.drafter,
-            weights=replica.weights(),
-            optimizer=replica.optimizer_state(),
+            weights=replicas[0].weights(),
+            optimizer=replicas[0].optimizer_state(replicas),
             scheduler={
                 "name": "cosine",
                 "last_step": step,

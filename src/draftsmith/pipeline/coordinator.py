@@ -39,7 +39,7 @@ STOP_SECONDS = 4.0
 # How long drafters may starve after a stop was asked for, before their step is given up; and how often that is looked at.
 STARVED_S, POLL_S = 10.0, 0.2
 Emit = Callable[[str, Mapping[str, object]], None]
-Save = Callable[[int, Replica, str, frozenset[int]], None]
+Save = Callable[[int, Sequence[Replica], str, frozenset[int]], None]
 Judge = Callable[[int, Mapping[str, object]], None]
 
 
@@ -54,7 +54,7 @@ class Outcome:
 
 
 class Coordinator:
-    """Runs a job from `start_step`. `save(step, replica, digest, spared)` persists, and keeps the spared steps' checkpoints;
+    """Runs a job from `start_step`. `save(step, replicas, digest, spared)` persists, and keeps the spared steps' checkpoints;
     `evaluate(drafter, guard, interrupted)` measures a copy on a thread of its own, and `judge(step, figures)` is told what it found;
     `emit` reports; `profile` keeps the spans of some steps."""
 
@@ -278,7 +278,7 @@ class Coordinator:
         with span("save"), self.job.compiler.gate.shared():
             # Until it is known how good it is, a checkpoint may become the best.
             spared = frozenset() if self._measured is None else frozenset([self._measured])
-            self._save(step, self.job.replicas[0], digests[0], spared)
+            self._save(step, self.job.replicas, digests[0], spared)
 
     def _end(self, error: BaseException | None) -> list[str]:
         """Wake and join every worker; the names of those that are still busy when their time is up."""
