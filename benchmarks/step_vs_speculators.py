@@ -34,18 +34,19 @@ from draftsmith.pipeline import step
 from draftsmith.pipeline.replicas import GradientExchange, Replica
 from draftsmith.types import Batch, HiddenStates, Tokens
 
-DIM, MLP, HEADS, KV_HEADS, HEAD_DIM, LAYERS, TAPS = 576, 1536, 9, 3, 64, 3, 3
+DIM, MLP, HEADS, KV_HEADS, HEAD_DIM, TAPS = 576, 1536, 9, 3, 64, 3
 GAMMA, LR = 4.0, 1e-4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """vocabulary, context, anchors and block size; everything else is SmolLM2's width."""
+    """Vocabulary, context, anchors, block size and layers; everything else is SmolLM2's width."""
 
     vocab: int
     context: int
     anchors: int
     block: int
+    layers: int = 3
 
     @property
     def slots(self) -> int:
@@ -65,10 +66,10 @@ def useful_flops(shape: Shape, anchors: torch.Tensor) -> float:
     """
     width, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     fuse = 2 * 2 * shape.context * TAPS * DIM * DIM
-    context = 3 * LAYERS * 2 * shape.context * DIM * 2 * kv
-    slots = 3 * LAYERS * 2 * shape.slots * DIM * (2 * width + 2 * kv + 3 * MLP)
+    context = 3 * shape.layers * 2 * shape.context * DIM * 2 * kv
+    slots = 3 * shape.layers * 2 * shape.slots * DIM * (2 * width + 2 * kv + 3 * MLP)
     visible = shape.block * int((anchors + shape.block).sum())
-    attention = 3 * LAYERS * 4 * width * visible
+    attention = 3 * shape.layers * 4 * width * visible
     head = 2 * 2 * shape.anchors * (shape.block - 1) * DIM * shape.vocab
     return float(fuse + context + slots + attention + head)
 
@@ -91,7 +92,7 @@ def make_work(shape: Shape, dtype: torch.dtype) -> Work:
         vocab_size=shape.vocab,
         hidden_size=DIM,
         intermediate_size=MLP,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=shape.layers,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
@@ -99,7 +100,7 @@ def make_work(shape: Shape, dtype: torch.dtype) -> Work:
         mask_token_id=shape.vocab - 1,
         num_target_layers=30,
         target_layer_ids=(1, 14, 27),
-        layer_types=("full_attention",) * LAYERS,
+        layer_types=("full_attention",) * shape.layers,
     )
     drafter = Drafter(config, "blocks").initialise(generator)
     head = torch.randn(shape.vocab, DIM, generator=generator) * 0.04

@@ -105,6 +105,9 @@ class TrainSection(Section):
     gamma: float | None = Field(default=None, gt=0, description="decay of slot weights; None: by block size")
     dpace_alpha: float = Field(default=0.5, gt=0, le=1, description="smoothing of D-PACE's confidences")
     precision: Literal["fp32", "bf16"] = "bf16"
+    activation_checkpointing: bool = Field(
+        default=False, description="keep only each layer's input and run the layer again for its gradients: less memory, a third more work"
+    )
     seed: int = 0
     channel_capacity: int = Field(default=4, ge=1, description="packs buffered per drafter replica")
     cpu_threads: int = Field(default=1, ge=1, description="intra-op threads of each worker on a CPU device")

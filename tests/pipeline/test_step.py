@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from draftsmith.draft.anchors import slot_targets
 from draftsmith.draft.ends import FrozenEnds
-from draftsmith.pipeline.step import Loss, StepSettings, anchors_for, drafted_hidden, run_pack
+from draftsmith.pipeline.step import Loss, StepSettings, anchors_for, drafted_hidden, drafter_core, run_pack
 from draftsmith.types import Batch, HiddenStates, StepResult, Tokens
 from tests.conftest import tiny_drafter
 from tests.draft.test_model import two_documents
@@ -128,6 +128,35 @@ def test_report_b_nothing_of_full_vocabulary_size_is_saved_for_backward() -> Non
     assert len(sizes) > 20
     assert max(sizes) < sum(result.counted) * vocabulary
     assert max(sizes) < SETTINGS.anchors * drafter.config.block_size * vocabulary / 10
+
+
+@pytest.mark.parametrize(("backend", "compiled"), [("sdpa", False), ("blocks", False), ("blocks", True)])
+def test_activation_checkpointing_gives_the_same_gradients_and_keeps_less(backend: str, compiled: bool) -> None:
+    batch, ends = partly_supervised()
+    settings = dataclasses.replace(SETTINGS, anchors=40)
+    core = torch.compile(drafter_core, backend="aot_eager", dynamic=False) if compiled else drafter_core
+    results, kept = [], []
+    for recompute in (False, True):
+        drafter = tiny_drafter(backend=backend, layer_types=("full_attention", "sliding_attention"), sliding_window=4)
+        drafter.recompute = recompute
+        bytes_kept: dict[int, int] = {}
+
+        def note(t: torch.Tensor, found: dict[int, int] = bytes_kept) -> torch.Tensor:
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        # Compiled once without the hooks, which would be part of the graph.
+        run_pack(drafter, ends, batch, settings, core)
+        drafter.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            result = run_pack(drafter, ends, batch, settings, core)
+        results.append((result.loss_sum, drafter))
+        kept.append(sum(bytes_kept.values()))
+    assert kept[1] < 0.75 * kept[0]
+    (loss, plain), (again, saving) = results
+    assert again == pytest.approx(loss, rel=1e-6)
+    for (name, mine), theirs in zip(saving.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_a_pack_with_nothing_supervised_gives_zeros() -> None:

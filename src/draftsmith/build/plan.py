@@ -141,6 +141,7 @@ class Resolved:
             "train.warmup": train.warmup,
             "train.weight_decay": train.weight_decay,
             "train.clip": train.clip,
+            "train.activation_checkpointing": train.activation_checkpointing,
             "hidden states": "from vLLM" if self.config.hidden_states.source in ("files", "server") else "captured here",
         }
 

@@ -74,5 +74,5 @@ def check_fit(run: Resolved, checkpoint: checkpoints.Checkpoint, say: Say) -> No
         )
     before = checkpoint.state.get("recipe", {})
     for key, value in run.recipe().items():
-        if before.get(key) != value:
+        if before.get(key, value) != value:
             say(f"changed    {key} was {before.get(key)} up to step {checkpoint.step} and is {value} from here")

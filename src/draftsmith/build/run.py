@@ -37,7 +37,7 @@ from draftsmith.target.load import Target
 
 def build_replicas(run: Resolved, checkpoint: checkpoints.Checkpoint | None) -> list[Replica]:
     """One replica per drafter device, all with the same weights."""
-    first = Drafter(run.drafter, run.attention)
+    first = Drafter(run.drafter, run.attention, recompute=run.config.train.activation_checkpointing)
     first.initialise(generator_for(run.config.train.seed, "weights", 0))
     if checkpoint is not None:
         check_weights(first, checkpoint.weights, f"checkpoint at step {checkpoint.step}")

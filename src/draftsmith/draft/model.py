@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.draft.blocks import PartMask, attend_blocks
 from draftsmith.draft.mask import Backend, Mask
@@ -220,11 +221,12 @@ class Drafter(nn.Module):
     """Drafts all slots of a block at once from the target's hidden states.
 
     `forward` and `encode_context` are the whole interface; embeddings and head belong to the target and are not here.
+    recompute: keep only each layer's input for the backward pass and run the layer again there (arXiv 1604.06174).
     """
 
-    def __init__(self, config: DrafterConfig, backend: Backend = "sdpa") -> None:
+    def __init__(self, config: DrafterConfig, backend: Backend = "sdpa", *, recompute: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.recompute = config, recompute
         self.backend: Backend = backend
         self.fc = Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -266,5 +268,8 @@ class Drafter(nn.Module):
         x = slots
         for layer, layer_type, seen in zip(self.layers, self.config.layer_types, context, strict=True):
             mask = None if masks is None else masks[layer_type]
-            x = layer(x, tables, seen, mask)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(layer, x, tables, seen, mask, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, tables, seen, mask)
         return self.norm(x)
