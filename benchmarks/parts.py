@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith.compiling.compiler import Compiler
@@ -92,6 +93,23 @@ def drafter_shape(block_size: int = 8, layers: int = 3, widths: Widths = TINY) -
         target_layer_ids=default_target_layer_ids(widths.layers, 3),
         layer_types=("full_attention",) * layers,
     )
+
+
+def useful_flops(config: DrafterConfig, context: int, anchors: Tensor) -> float:
+    """FLOPs that no way of doing a step can leave out.
+
+    A product of [m, k] and [k, n] counts 2mkn. With weights it is done three times (forward, gradient of the input, of the weights), but
+    the features need no gradient and the frozen head has none of its weights. Attention counts visible pairs alone:
+    the context before the anchor and the block itself, two products forward and four backward. The head runs for slots 1..K-1.
+    """
+    dim, layers, block = config.hidden_size, config.num_hidden_layers, config.block_size
+    width, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    fuse = 2 * 2 * context * len(config.target_layer_ids) * dim * dim
+    encode = 3 * layers * 2 * context * dim * 2 * kv
+    slots = 3 * layers * 2 * anchors.numel() * block * dim * (2 * width + 2 * kv + 3 * config.intermediate_size)
+    attention = 3 * layers * 4 * width * block * int((anchors + block).sum())
+    head = 2 * 2 * anchors.numel() * (block - 1) * dim * config.vocab_size
+    return float(fuse + encode + slots + attention + head)
 
 
 def first_drafter(shape: DrafterConfig) -> Drafter:

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.pairs import forget_peak, interleave, matmul_rate, memory, middle, peak_elsewhere, ratios, show
+from benchmarks.parts import useful_flops
 from draftsmith.checkpoint.export import export_drafter
 from draftsmith.compiling.cache import use_cache
 from draftsmith.compiling.compiler import Compiler
@@ -48,30 +49,9 @@ class Shape:
     block: int
     layers: int = 3
 
-    @property
-    def slots(self) -> int:
-        return self.anchors * self.block
-
 
 SHAPES = {"A": Shape(49152, 512, 64, 8), "B": Shape(4096, 2048, 256, 16)}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def useful_flops(shape: Shape, anchors: torch.Tensor) -> float:
-    """FLOPs that no way of doing the step can leave out.
-
-    A product of [m, k] and [k, n] counts 2mkn. With weights it is done three times (forward, gradient of the input, of the weights), but
-    the features need no gradient and the frozen head has none of its weights. Attention counts visible pairs alone:
-    the context before the anchor and the block itself, two products forward and four backward. The head runs for slots 1..K-1.
-    """
-    width, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    fuse = 2 * 2 * shape.context * TAPS * DIM * DIM
-    context = 3 * shape.layers * 2 * shape.context * DIM * 2 * kv
-    slots = 3 * shape.layers * 2 * shape.slots * DIM * (2 * width + 2 * kv + 3 * MLP)
-    visible = shape.block * int((anchors + shape.block).sum())
-    attention = 3 * shape.layers * 4 * width * visible
-    head = 2 * 2 * shape.anchors * (shape.block - 1) * DIM * shape.vocab
-    return float(fuse + context + slots + attention + head)
 
 
 @dataclass(frozen=True)
@@ -249,7 +229,11 @@ def compare(shape: str, dtype: str, pairs: int) -> dict[str, object]:
         spent = interleave(ours, theirs, pairs)
     words = ("--shapes", shape, "--dtypes", dtype)
     peaks = {side: peak_elsewhere("benchmarks.step_vs_speculators", "--peak", side, *words) for side in SIDES}
-    flops, rate, seconds = useful_flops(size, ours_work.anchors.positions), matmul_rate(kind), middle(spent[0], 4)
+    flops, rate, seconds = (
+        useful_flops(ours_work.drafter.config, size.context, ours_work.anchors.positions),
+        matmul_rate(kind),
+        middle(spent[0], 4),
+    )
     return {
         "name": "step_vs_speculators",
         "shape": shape,

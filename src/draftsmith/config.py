@@ -106,7 +106,8 @@ class TrainSection(Section):
     dpace_alpha: float = Field(default=0.5, gt=0, le=1, description="smoothing of D-PACE's confidences")
     precision: Literal["fp32", "bf16"] = "bf16"
     activation_checkpointing: bool = Field(
-        default=False, description="keep only each layer's input and run the layer again for its gradients: less memory, a third more work"
+        default=False,
+        description="keep only each layer's input and run the layer again for its gradients: less memory, a third more work",
     )
     seed: int = 0
     channel_capacity: int = Field(default=4, ge=1, description="packs buffered per drafter replica")

@@ -60,7 +60,18 @@ def packed_for_decoding(target: Target) -> Target:
     """The target with its linear layers packed for the CPU it is on, in place; as it is elsewhere. Nothing can be trained on it."""
     pack_linears(target.model)
     head = target.model.get_output_embeddings()
-    return replace(target, ends=replace(target.ends, packed=head.packed)) if isinstance(head, PackedLinear) else target
+    if not isinstance(head, PackedLinear):
+        return target
+    # Whatever still lay in the checkpoint's file would keep all of it mapped, next to what was packed from it.
+    own = {id(p): p.detach().clone() for p in target.model.parameters()}
+    for parameter in target.model.parameters():
+        parameter.data = own[id(parameter)]
+    weight = target.model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    embedding = weight.detach()
+    tied = target.head.data_ptr() == target.embedding.data_ptr()
+    ends = replace(target.ends, embedding=embedding, head=embedding if tied else target.head.clone(), packed=head.packed)
+    return replace(target, ends=ends)
 
 
 def find_blocks(model: nn.Module, path: str) -> nn.ModuleList:
